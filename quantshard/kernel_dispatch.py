@@ -165,7 +165,7 @@ def dequantize(
     if has_kernel and has_kernels(codes):
         if copy.scale.block_shape[1] == ALL:
             copy, parts = _by_rows(copy, parts)
-        return dequantize_kernel.dequantize(copy, parts, shape, origin, dtype, nan_flag)
+        return dequantize_kernel.dequantize_matrices(copy, [(parts, shape, origin)], dtype, nan_flag)[0]
     values = numerics.dequantize(copy, parts, shape, origin)
     return (values if nan_flag is None else values + nan_flag).to(dtype)
 

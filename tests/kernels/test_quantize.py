@@ -151,8 +151,9 @@ def test_pieces_are_those_of_the_whole(fmt: Format, origins: tuple[tuple[int, in
             parts = {**oracle.scales(grids, fmt, scaling, x.dtype), copy.codes.name: expected}
             there = {name: part.to(DEVICE) for name, part in parts.items()}
             back = numerics.dequantize(copy, parts, (30, 6), origin)
-            assert same(dequantize.dequantize(copy, there, (30, 6), origin), back)
-            half = dequantize.dequantize(copy, there, (30, 6), origin, torch.bfloat16)
+            piece = there, (30, 6), origin
+            assert same(dequantize.dequantize_matrices(copy, [piece], torch.float32)[0], back)
+            (half,) = dequantize.dequantize_matrices(copy, [piece], torch.bfloat16)
             assert same(half, back.bfloat16())
 
 
@@ -338,7 +339,7 @@ def test_edge_values(fmt: Format) -> None:
         assert same(alone.scale, expected[copy.scale.name]) and same(alone.codes, expected[copy.codes.name])
         back = numerics.dequantize(copy, expected, (1, x.shape[1]))
         there = {name: part.to(DEVICE) for name, part in expected.items()}
-        assert same(dequantize.dequantize(copy, there, (1, x.shape[1])), back)
+        assert same(dequantize.dequantize_matrices(copy, [(there, (1, x.shape[1]), (0, 0))], torch.float32)[0], back)
 
 
 @a_format_of_each_encoding

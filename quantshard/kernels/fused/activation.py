@@ -40,16 +40,8 @@ from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import tile_of
 from quantshard.kernels.quantize.random_words import RANDOM, RANDOM_OF_PARTS, key_of, random_arguments_of
 
-GATED: Final = {
-    "geglu": "gelu",
-    "reglu": "relu",
-    "swiglu": "silu",
-    "sreglu": "srelu",
-    "qgeglu": "qgelu",
-    "glu": "sigmoid",
-}
+GATED: Final = dict(geglu="gelu", reglu="relu", swiglu="silu", sreglu="srelu", qgeglu="qgelu", glu="sigmoid")
 """Gated activations, with two inputs, and the function of their gate."""
-PLAIN: Final = tuple(GATED.values())
 
 # right operands of a tile: Triton 3.7's interpreter treats constant * tile as a constant
 QUICK = tl.constexpr(1.702)
@@ -195,58 +187,36 @@ def deliver_kernel(
 writes(deliver_kernel, "outs.*", "other_outs.*")
 
 
-def function(activation: str, up: Tensor | None) -> str:
-    """Return the function of the gate, after asserting that `up` is present exactly for gated activations."""
-    assert activation in GATED or activation in PLAIN, activation
-    assert (activation in GATED) == (up is not None), f"{activation} with up={'None' if up is None else 'given'}"
-    return GATED.get(activation, activation)
-
-
 def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outputs: KernelOutputs) -> Targets:
-    """Compute act(gate) or act(gate) * up for [R, C], float32, bfloat16 or float16; oracle: `layernorm_mlp.activate`.
-
-    Returns the codes that `outputs` requests of the result, which has the shape and dtype of `gate`.
-    """
-    kind = function(activation, up)
-    assert up is None or (up.shape == gate.shape and up.dtype == gate.dtype), "gate and up differ"
+    """Quantize act(gate) or act(gate) * up for [R, C], as `outputs` requests; oracle: `layernorm_mlp.activate`."""
     plan = epilogue.plan_epilogue(outputs, gate)
     gate, up = epilogue.by_rows(gate), None if up is None else epilogue.by_rows(up)
     if gate.numel() > 0:
         launch_kernel(
             activate_kernel, plan.programs, gate.device,
             gate, gate.stride(0), up, 0 if up is None else up.stride(0), *plan.arguments,
-            KIND=kind, **plan.constants, enable_fp_fusion=False,
+            KIND=GATED.get(activation, activation), **plan.constants, enable_fp_fusion=False,
         )  # fmt: skip
     return plan.finish()
 
 
 def activate_backward_and_quantize(
-    dh: Tensor,
-    gate: Tensor,
-    activation: str,
-    up: Tensor | None,
-    d_gate: KernelOutputs,
+    dh: Tensor, gate: Tensor, activation: str, up: Tensor | None, d_gate: KernelOutputs,
     d_up: KernelOutputs | None = None,
-) -> tuple[Targets, Targets]:
-    """Compute the gradients of `gate` and `up` in `activate_and_quantize`, in one pass over the inputs.
+) -> tuple[Targets, Targets]:  # fmt: skip
+    """Compute and quantize the gradients of `gate` and `up` from `dh` [R, C], in one pass over the inputs.
 
-    `dh`: [R, C], gradient of the result. `d_gate`, `d_up`: outputs for the gradients, which have the shape and dtype of
-    `gate`, with one origin and padding; `d_up` is None without `up`.
+    `d_gate`, `d_up`: outputs for the gradients, with one origin and padding; `d_up` is None without `up`.
     """
-    kind = function(activation, up)
-    assert dh.shape == gate.shape and (up is None) == (d_up is None), "shapes differ, or d_up without up"
     gate_plan = epilogue.plan_epilogue(d_gate, gate, d_up, backward=True)
     up_plan = epilogue.plan_epilogue(d_up or KernelOutputs(), gate, d_gate, backward=True)
-    assert (gate_plan.arguments[0], gate_plan.programs) == (up_plan.arguments[0], up_plan.programs), (
-        "both gradients need one origin and padding"
-    )
     options = {name: value for name, value in gate_plan.constants.items() if name not in ("H", "T")}
     dh, gate, up = epilogue.by_rows(dh), epilogue.by_rows(gate), None if up is None else epilogue.by_rows(up)
     if gate.numel() > 0:
         launch_kernel(
             activate_backward_kernel, gate_plan.programs, gate.device,
             dh, dh.stride(0), gate, gate.stride(0), up, 0 if up is None else up.stride(0),
-            *gate_plan.arguments, *up_plan.arguments[1:], KIND=kind,
+            *gate_plan.arguments, *up_plan.arguments[1:], KIND=GATED.get(activation, activation),
             GATE_H=gate_plan.constants["H"], GATE_T=gate_plan.constants["T"],
             UP_H=up_plan.constants["H"], UP_T=up_plan.constants["T"], **options, enable_fp_fusion=False,
         )  # fmt: skip
@@ -254,8 +224,7 @@ def activate_backward_and_quantize(
 
 
 def quantize_gradients(grads: Sequence[Tensor], outputs: Sequence[KernelOutputs]) -> list[Targets]:
-    """Quantize gradients [R, C] of linear layers' outputs with one kernel: codes, amaxes, NaN flags, and bias gradients
-    as `sums`.
+    """Quantize gradients [R, C] of linear layers' outputs with one kernel; `sums` are bias gradients.
 
     All have one shape, row stride, dtype, device and specs. With random words there are at most `KEYS` of them.
     """

@@ -86,18 +86,16 @@ def deliver(
 TILE: Final = kt.TileShape(32, 256)
 """The tile of a kernel that does not quantize."""
 
-_MOST_REGISTERS: Final = 255
-
 
 class EpilogueLaunch(NamedTuple):
     """Launch parameters for `KernelOutputs`. `arguments`: arguments of `deliver` after `place`."""
 
-    targets: Targets
     programs: Pair
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
-    sums: Tensor | None
-    partial: Tensor | None
+    targets: Targets = (None, None)
+    sums: Tensor | None = None
+    partial: Tensor | None = None
 
     def finish(self) -> Targets:
         if self.sums is not None and self.partial is not None:
@@ -116,43 +114,33 @@ def plan_epilogue(
     if measured is not None or (beside is not None and beside.measured is not None):
         return _plan_measurement(outputs, beside, like, backward)
     key, streams, *roundings = random_arguments(request, transposed_request)
-    plan = _plan(
-        outputs.specs, None if beside is None else beside.specs, like.shape, like.dtype, like.device, backward,
-        *roundings,
-    )  # fmt: skip
+    others = None if beside is None else beside.specs
+    plan = _plan(outputs.specs, others, like.shape, like.dtype, like.device, backward, *roundings)
     partial, cols = None, like.shape[1]
-    assert high is None or high.shape == like.shape, "high must have the shape of the results"
     if sums is not None:
         allocate = torch.empty if like.numel() > 0 else torch.zeros
         partial = allocate((plan.programs[0], cols), dtype=torch.float32, device=like.device)
     targets = allocate_results(plan, (request, transposed_request), like.device)
     sink = EpilogueArguments(high, 0 if high is None else high.stride(0), amax, nan_flag, partial, cols)
     arguments = plan.where, sink, targets[0], plan.columnwise and plan.columnwise.where, targets[1], *key, *streams
-    return EpilogueLaunch(targets, plan.programs, arguments, plan.constants, sums, partial)
+    return EpilogueLaunch(plan.programs, arguments, plan.constants, targets, sums, partial)
 
 
 def _plan_measurement(
     outputs: KernelOutputs, beside: KernelOutputs | None, like: Tensor, backward: bool
 ) -> EpilogueLaunch:
     """`plan_epilogue` if amaxes of blocks are requested for these results, for the kernel's other results, or both."""
-    _, _, high, amax, nan_flag, sums, measured = outputs
+    _, _, high, amax, nan_flag, _, measured = outputs
     request = measured or (beside and beside.measured)
-    assert request, "nothing is measured"
-    assert outputs.specs == (None, None) and sums is None, "what is quantized, or summed, is measured by another launch"
-    assert high is None or high.shape == like.shape, "high must have the shape of the results"
+    assert request is not None
     plan = plan_amaxes(like.shape, request.rowwise, request.columnwise)
     # kernels cannot compare a tuple with None in it
-    spans, kinds, (grid, transposed_grid) = (
-        (plan.spans or (0, 0), plan.other_spans or (0, 0)),
-        plan.kinds,
-        request.grids,
-    )
-    if measured is None:
-        kinds, grid, transposed_grid = dict.fromkeys(kinds), None, None
+    spans = plan.spans or (0, 0), plan.other_spans or (0, 0)
     sink = EpilogueArguments(high, 0 if high is None else high.stride(0), amax, nan_flag, None, 0, spans)
+    grids, kinds = (request.grids, plan.kinds) if measured else ((None, None), dict.fromkeys(plan.kinds))
+    arguments = plan.where, sink, grids[0], plan.other, grids[1], *NO_KEY, *NO_STREAMS
     constants = {"TILE": plan.tile, **kinds, **_launch_options(plan.tile, backward)}
-    arguments = plan.where, sink, grid, plan.other, transposed_grid, *NO_KEY, *NO_STREAMS
-    return EpilogueLaunch((None, None), plan.programs, arguments, constants, None, None)
+    return EpilogueLaunch(plan.programs, arguments, constants)
 
 
 @lru_cache(kt.MOST_PLANS)
@@ -160,38 +148,25 @@ def _plan(
     specs: kt.Specs, beside: kt.Specs | None, shape: Pair, dtype: torch.dtype, device: torch.device, backward: bool,
     rounding: kt.Rounding | None, other_rounding: kt.Rounding | None,
 ) -> kt.QuantizePlan:  # fmt: skip
-    (spec, transposed_spec), leader, (rows, cols) = specs, specs, shape
-    tile = TILE
-    if specs != (None, None) or beside not in (None, (None, None)):
-        tile = _joint(_tile(*specs), _tile(*(beside or specs)))
-        leader = specs if specs != (None, None) or beside is None else beside
-    rowwise = columnwise = None
-    if spec is not None:
-        rowwise = kt.layout(spec, (rows, cols), dtype, device, tile, rounding)
-    if transposed_spec is not None:
-        columnwise = kt.layout(transposed_spec, (cols, rows), dtype, device, tile, other_rounding, transposed=True)
-    lead_spec, lead_other = leader
-    origin = (
-        lead_spec.origin if lead_spec is not None else lead_other.origin[::-1] if lead_other is not None else (0, 0)
+    spec, transposed_spec = specs
+    lead_spec, lead_other = leader = specs if specs != (None, None) or beside is None else beside
+    tile = TILE if leader == (None, None) else _joint(_tile(*specs), _tile(*(beside or specs)))
+    rowwise = spec and kt.layout(spec, shape, dtype, device, tile, rounding)
+    columnwise = transposed_spec and kt.layout(
+        transposed_spec, shape[::-1], dtype, device, tile, other_rounding, transposed=True
     )
-    region = kt.Region(rows, cols + kt.padding(cols, lead_spec), cols, *origin)
-    programs = (  # either direction may pad
-        kt.touched(region.row_origin, rows + kt.padding(rows, lead_other), tile.rows),
-        kt.touched(region.col_origin, region.cols, tile.cols),
-    )
-    constants = {
-        "TILE": tile,
-        "H": rowwise and rowwise.how,
-        "T": columnwise and columnwise.how,
-        **_launch_options(tile, backward),
-    }
-    return kt.QuantizePlan(rowwise, columnwise, region, programs, constants)
+    origin = lead_spec.origin if lead_spec else lead_other.origin[::-1] if lead_other else (0, 0)
+    rows, cols = shape
+    padded_rows, padded_cols = rows + kt.padding(rows, lead_other), cols + kt.padding(cols, lead_spec)
+    programs = kt.touched(origin, (padded_rows, padded_cols), tile[:2])
+    kinds = {"H": rowwise and rowwise.how, "T": columnwise and columnwise.how}
+    constants = {"TILE": tile, **kinds, **_launch_options(tile, backward)}
+    return kt.QuantizePlan(rowwise, columnwise, kt.Region(rows, padded_cols, cols, *origin), programs, constants)
 
 
 def _tile(spec: kt.QuantizeSpec | None, other: kt.QuantizeSpec | None) -> kt.TileShape:
     """The smallest tile of whole blocks for both directions that stores efficiently in both."""
-    block, transposed_block = ((1, 1) if item is None else item.block for item in (spec, other))
-    blocks = kt.TileShape(max(block[0], transposed_block[1]), max(block[1], transposed_block[0]))
+    blocks = kt.whole_blocks(spec and spec.copy.block, other and other.copy.block)
     if other is None:
         return blocks
     return blocks._replace(together=16) if other.scaling.random_hadamard else kt.smallest_tile(blocks)
@@ -208,8 +183,7 @@ def _joint(one: kt.TileShape, other: kt.TileShape) -> kt.TileShape:
 def _launch_options(tile: kt.TileShape, backward: bool) -> dict[str, Any]:
     """Warps and register limit, so that two programs run at a time (three of four warps); measured on an H200.
 
-    No limit for forward in one direction, where the compiler would use more registers than without, and for transformed
-    columns, where a warp has the rows of a block.
+    No limit for forward in one direction, which would use more registers, and for transformed columns.
     """
     if tile.together == 16:
         return {"num_warps": tile.warps}
@@ -220,7 +194,7 @@ def _launch_options(tile: kt.TileShape, backward: bool) -> dict[str, Any]:
         warps = min(max(kt.WARPS, size // (512 if backward and tile.together == 1 else 1024)), 16)
     max_registers = kt.registers(warps, 3 if backward and warps == 4 else 2)
     is_limited = both_ways or (backward and tile.together == 1)
-    return {"num_warps": warps, "maxnreg": max_registers if is_limited and max_registers <= _MOST_REGISTERS else None}
+    return {"num_warps": warps, "maxnreg": max_registers if is_limited and max_registers <= 255 else None}
 
 
 def matrix(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ Each kernel reads a table on the device, int64, with a row of addresses for each
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
@@ -22,11 +22,7 @@ from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.workspace import device_table, lasting_table
 
-TYPES: Final[dict[torch.dtype, Any]] = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
+TYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """Dtypes that kernels can read from an address."""
 
 TILE: Final = 8192
@@ -115,10 +111,7 @@ def _bits_of_limit(largest: float, dtype: torch.dtype) -> int:
 
 
 def exceeding(tensors: Sequence[Tensor], largest: float | None) -> Tensor:
-    """Return `numerics.exceeds` of each tensor, float32 [tensors], or (`largest` is None) amaxes: 0 if empty; NaN wins.
-
-    Tensors: any shapes, on one device, float32, bfloat16 or float16. One launch per dtype.
-    """
+    """Return `numerics.exceeds` of each tensor, float32, or (`largest` is None) amaxes: 0 if empty; NaN wins."""
     device = tensors[0].device if tensors else torch.device("cpu")
     inputs = [tensor.contiguous() for tensor in tensors]
     codes = [tuple(TYPES).index(tensor.dtype) + 1 for tensor in inputs]

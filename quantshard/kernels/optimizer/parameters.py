@@ -69,15 +69,9 @@ def _plain(state: PlainTensor, writes: bool, stochastic: bool, keep_positive: bo
 
 
 def _scaled(
-    state: ScaledTensor,
-    which: Orientation,
-    tile: tuple[int, int],
-    measures: bool,
-    writes: bool,
-    stochastic: bool,
-    keep_positive: bool = False,
-    own_key: bool = False,
-) -> ks.StateConfig:
+    state: ScaledTensor, which: Orientation, tile: tuple[int, int], measures: bool, writes: bool, stochastic: bool,
+    keep_positive: bool = False, own_key: bool = False,
+) -> ks.StateConfig:  # fmt: skip
     copy = state.fmt.copies[which]
     uses_measured, second = state.is_given(copy), copy.amax is not None
     all_rows, all_cols = (size == ALL for size in copy.block)
@@ -131,7 +125,6 @@ def step_kernel_config(
     state1, *remaining = (state(spec.role, spec.nonnegative) for spec in specs)
     rowwise = weight(Orientation.ROWWISE)
     high = rowwise.kind == StateKind.SCALED and writes_codes and not rowwise.given and rowwise.block_rows > rowwise.rows
-    assert not high or rowwise.block_rows == HEIGHT, "a program has one row of high blocks"
     by_four = p.rectangle.global_shape[1] % 4 == 0 or p.rectangle.global_shape[0] == 1
     chunks = 1 if tile[0] == 1 else HEIGHT * COLS // math.prod(tile)
     is_split = master is not None and master.kind is StateKind.SPLIT

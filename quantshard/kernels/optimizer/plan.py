@@ -13,6 +13,7 @@
 """
 
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,25 +30,11 @@ from quantshard.formats import Orientation
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.optimizer import multi_tensor as km
+from quantshard.kernels.optimizer import parameters as kq
 from quantshard.kernels.optimizer import states as ks
 from quantshard.kernels.optimizer import step as kp
-from quantshard.kernels.optimizer.parameters import (
-    REDO,
-    USED,
-    AmaxWorkspace,
-    StepPasses,
-    is_aligned,
-    passes_of,
-    step_kernel_config,
-)
-from quantshard.kernels.optimizer.stored import (
-    SETTINGS,
-    Algorithm,
-    PlainTensor,
-    ScaledTensor,
-    SettingsRow,
-    StepParameter,
-)
+from quantshard.kernels.optimizer.stored import SETTINGS, PlainTensor, ScaledTensor, SettingsRow, StepParameter
+from quantshard.kernels.quantize.targets import touched
 from quantshard.kernels.workspace import device_table
 from quantshard.numerics import adam, lion, muon
 from quantshard.numerics.states import AVERAGE, WEIGHT
@@ -88,9 +75,9 @@ class StepLaunchPlan:
             raise UnsupportedOperationError(
                 "a captured optimizer step makes new tables; run a step before, and replace no tensors"
             )
-        self._workspace = AmaxWorkspace(self.parameters, device)
-        self.amaxes = {key: grid for key, grid in self._workspace.grids.items() if key[2] not in (USED, REDO)}
-        self._aligned = [is_aligned(parameter) for parameter in self.parameters]
+        self._workspace = kq.AmaxWorkspace(self.parameters, device)
+        self.amaxes = {key: grid for key, grid in self._workspace.grids.items() if key[2] not in (kq.USED, kq.REDO)}
+        self._aligned = [kq.is_aligned(parameter) for parameter in self.parameters]
         self._first, self._last = self._launches()
         self._scales = self._scale_tables()
         self._histories = self._history_tables()
@@ -108,36 +95,32 @@ class StepLaunchPlan:
 
     def _launches(self) -> tuple[list[_KernelLaunch], list[_KernelLaunch]]:
         """Launches of `update` and of `finish`; parameters with equal constants share a launch."""
-        first: dict[tuple[Any, ks.StepKernelConfig, bool], list[int]] = {}
-        last: dict[tuple[Any, ks.StepKernelConfig, bool], list[int]] = {}
+        first: dict[tuple[Any, ks.StepKernelConfig, bool], list[int]] = defaultdict(list)
+        last: dict[tuple[Any, ks.StepKernelConfig, bool], list[int]] = defaultdict(list)
         for number, (parameter, aligned) in enumerate(zip(self.parameters, self._aligned, strict=True)):
-            passes = passes_of(parameter)
-            once, twice = passes is StepPasses.ONCE, passes is StepPasses.TWICE
+            passes = kq.passes_of(parameter)
+            once, twice = passes is kq.StepPasses.ONCE, passes is kq.StepPasses.TWICE
             delayed = isinstance(parameter.weight, ScaledTensor) and parameter.weight.history is not None
-            measures = not once or delayed
-            first_config = step_kernel_config(parameter, aligned, measures, not twice, once)
-            first.setdefault((kp.step_kernel, first_config, False), []).append(number)
+            first_config = kq.step_kernel_config(parameter, aligned, not once or delayed, not twice, once)
+            first[kp.step_kernel, first_config, False].append(number)
             if twice:
-                config = step_kernel_config(parameter, aligned, False, True, True)
-                last.setdefault((kp.step_kernel, config, False), []).append(number)
+                config = kq.step_kernel_config(parameter, aligned, False, True, True)
+                last[kp.step_kernel, config, False].append(number)
             elif not once or delayed:
-                config = step_kernel_config(parameter, aligned, False, False, True)
-                last.setdefault((kp.requantize_kernel, config, once), []).append(number)
+                config = kq.step_kernel_config(parameter, aligned, False, False, True)
+                last[kp.requantize_kernel, config, once].append(number)
         return tuple(
             [self._launch(kernel, config, members, redo) for (kernel, config, redo), members in groups.items()]
             for groups in (first, last)
         )  # type: ignore[return-value]
 
     def _launch(self, kernel: Any, config: ks.StepKernelConfig, members: list[int], redo: bool) -> _KernelLaunch:
-        programs, across = [], []
         tile = config.rows * config.chunks, config.cols
-        for number in members:
-            _, origin, shape = self.parameters[number].rectangle
-            down, wide = (-((o + n) // -t) - o // t for o, n, t in zip(origin, shape, tile, strict=True))
-            across.append(max(wide, 1))
-            programs.append(down * wide if min(shape) > 0 else 0)
+        rectangles = [self.parameters[number].rectangle for number in members]
+        tiles = [touched(rectangle.origin, rectangle.shape, tile) for rectangle in rectangles]
+        programs = [down * across for down, across in tiles]
         firsts = (0, *accumulate(programs))
-        table = [self._row(*row) for row in zip(members, across, firsts, strict=False)]
+        table = [self._row(n, max(wide, 1), first) for n, (_, wide), first in zip(members, tiles, firsts, strict=False)]
         entries = km.entry_of_program(tuple(programs), self.device)
         return _KernelLaunch(
             kernel, config, members, device_table(table, self.device), entries, firsts[-1], launch_options(config), redo
@@ -149,7 +132,7 @@ class StepLaunchPlan:
         row = [
             number, parameter.group, *parameter.rectangle.shape, *parameter.rectangle.origin,
             parameter.rectangle.global_shape[1], across, first, parameter.stream, parameter.rng_key,
-            parameter.weight_stream, self._workspace.address(number, WEIGHT, REDO),
+            parameter.weight_stream, self._workspace.address(number, WEIGHT, kq.REDO),
         ]  # fmt: skip
         for role in parameter.roles:
             row += self._pointers(number, role, Orientation.ROWWISE)
@@ -176,7 +159,7 @@ class StepLaunchPlan:
             stride=stride,
             second=0 if copy.amax is None else stored.components[copy.amax.name].data_ptr(),
             measured=measured,
-            given=self._workspace.address(number, role, USED) or measured,
+            given=self._workspace.address(number, role, kq.USED) or measured,
             new_second=0 if copy.amax is None else self._workspace.address(number, role, copy.amax.name),
         )
 
@@ -191,10 +174,9 @@ class StepLaunchPlan:
                         continue
                     scale = state.components[copy.scale.name]
                     rule = sr.scale_rule(copy, state.scaling, torch.float32, self.device)
+                    name = copy.scale.name if state.history is None else kq.USED
                     rows.setdefault(rule, []).append([
-                        number,
-                        self._workspace.address(number, role, copy.scale.name if state.history is None else USED),
-                        scale.data_ptr(),
+                        number, self._workspace.address(number, role, name), scale.data_ptr(),
                         scale.numel() if given else 0,
                         0 if second is None else self._workspace.address(number, role, second.name),
                         0 if second is None else state.components[second.name].data_ptr(),
@@ -208,27 +190,22 @@ class StepLaunchPlan:
             for role, state in parameter.scaled.items():
                 if state.history is not None:
                     (copy,) = state.fmt.copies.values()
-                    addresses = (self._workspace.address(number, role, name) for name in (USED, copy.scale.name, REDO))
+                    addresses = [self._workspace.address(number, role, n) for n in (kq.USED, copy.scale.name, kq.REDO)]
                     rows.setdefault(state.scaling.most_recent, []).append(
                         [number, state.history.data_ptr(), state.history.numel(), *addresses]
                     )
         return [(key, max(row[2] for row in table), device_table(table, self.device)) for key, table in rows.items()]
 
     def take(
-        self,
-        gradients: Sequence[Tensor | None],
-        rows: Sequence[SettingsRow],
-        seed: int | None,
-        rng_counters: Sequence[int],
-        directions: Sequence[Tensor | None] | None = None,
-    ) -> None:
+        self, gradients: Sequence[Tensor | None], rows: Sequence[SettingsRow], seed: int | None,
+        rng_counters: Sequence[int], directions: Sequence[Tensor | None] | None = None,
+    ) -> None:  # fmt: skip
         """Copy the inputs of a step to the device.
 
         Args:
             gradients: gradient of each rectangle, of `GRADIENT_DTYPES`; None leaves the parameter unchanged.
             rows: rows of settings. If step and lr are tensors, their values are not read back.
-            seed: seed of the optimizer's random bits; None if nothing is rounded stochastically.
-            rng_counters: for each parameter, the counter of its own random bits.
+            seed, rng_counters: of the optimizer's random bits, if any, and of each parameter's own random bits.
             directions: for each Muon matrix, contiguous bfloat16 that `make_directions` writes and `update` reads.
         """
         self._grads = []
@@ -255,7 +232,7 @@ class StepLaunchPlan:
         """Write Muon's matrices to orthogonalize into the `directions` passed to `take`. States do not change."""
         gradient_table, _, _, _, settings = self._parts
         for launch in self._first:
-            if launch.config.algorithm != Algorithm.MUON or launch.programs == 0:
+            if launch.config.algorithm != ks.MUON.value or launch.programs == 0:
                 continue
             for code in self._codes_of(launch):
                 launch_kernel(
@@ -265,10 +242,7 @@ class StepLaunchPlan:
                 )  # fmt: skip
 
     def update(self, skip: Tensor | None = None) -> None:
-        """Run the first part of a step: everything that needs no reduced amaxes.
-
-        `skip`: bool scalar on the device; if it is true, `update` and `finish` change nothing.
-        """
+        """Run what needs no reduced amaxes. `skip`: bool scalar; if true, `update` and `finish` change nothing."""
         self._skip = None if skip is None else skip.view(torch.uint8)
         if not self._is_compiled:
             self._compile()

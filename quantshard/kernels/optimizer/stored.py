@@ -45,10 +45,7 @@ class PlainTensor:
 
 @dataclass(frozen=True)
 class ScaledTensor:
-    """The components of a format row, with all resident entries, contiguous.
-
-    `history`: amax history of delayed scaling. `shared`: names of components that other ranks contribute amaxes to.
-    """
+    """Resident components of a format row. `shared`: names of those that other ranks contribute amaxes to."""
 
     fmt: Format
     scaling: Scaling
@@ -118,8 +115,7 @@ SETTINGS: Final = ("lr", "beta1", "rest1", "beta2", "rest2", "correction1", "cor
 class SettingsRow:
     """One row of settings: columns known to the host, and values that can be tensors (`step`, int64, `lr`, `kept`).
 
-    `kept`: factor that Muon's weight decay leaves of a master. `betas`: Adam's betas for bias correction, if
-    `corrects`. `ema_decay`: decay of averages of the weights.
+    `kept`: factor that Muon's weight decay leaves of a master. `betas`: for bias correction, if `corrects`.
     """
 
     step: int | Tensor

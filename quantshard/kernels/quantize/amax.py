@@ -81,26 +81,19 @@ def _measure(x, row, col, where, grid_ptr, shape, H: tl.constexpr):
 def block_amax(
     x: Tensor, block_shape: tuple[int, int], origin: tuple[int, int] = (0, 0), *, hadamard: bool = False
 ) -> Tensor:
-    """Return the largest |x| of each block: float32, one entry for each block of `block_shape` that x [R, C] touches.
-
-    x: any strides. `hadamard`: measure the rows after `numerics.hadamard16`.
-    """
+    """Return the largest |x| of each block that x [R, C] touches, float32; `hadamard`: after `numerics.hadamard16`."""
     ((amax, _),) = block_amaxes([x], kt.BlockAmaxes(block_shape, hadamard), origin=origin)
     assert amax is not None
     return amax
 
 
 def block_amaxes(
-    xs: Sequence[Tensor],
-    one: kt.BlockAmaxes | None,
-    two: kt.BlockAmaxes | None = None,
-    nan_flags: Sequence[Tensor | None] | None = None,
-    origin: Pair = (0, 0),
-) -> list[tuple[Tensor | None, Tensor | None]]:
+    xs: Sequence[Tensor], one: kt.BlockAmaxes | None, two: kt.BlockAmaxes | None = None,
+    nan_flags: Sequence[Tensor | None] | None = None, origin: Pair = (0, 0),
+) -> list[tuple[Tensor | None, Tensor | None]]:  # fmt: skip
     """Measure several matrices of one shape, strides, dtype and device, and (`two`) their transposes, with one kernel.
 
-    Grids with more than one entry can be flat. `nan_flags`: None or a nonnegative float32 scalar per matrix, which
-    becomes NaN if any value is not finite.
+    Grids with more than one entry can be flat. `nan_flags`: float32 scalars; NaN if any value is not finite.
     """
     x = xs[0]
     plan = plan_amaxes(x.shape, one, two, origin)
@@ -162,10 +155,7 @@ def plan_amaxes(shape: Pair, one: kt.BlockAmaxes | None, two: kt.BlockAmaxes | N
     tile = _tile(one, two)
     region, spans, first = _measured(shape, one, origin, tile, False)
     transposed_region, transposed_spans, second = _measured(shape[::-1], two, origin[::-1], tile, True)
-    programs = kt.tiles(region, first) if first is not None else (1, 1)
-    if second is not None and transposed_region is not None:
-        down, across = kt.tiles(transposed_region, second)
-        programs = max(programs[0], across), max(programs[1], down)  # either may pad
+    programs = kt.touched(origin, (transposed_region.cols, region.cols), tile[:2])  # either may pad
     shares_entries = [config.row_all or config.col_all for config in (first, second) if config is not None]
     kinds = {"H": first, "T": second}
     return AmaxPlan(region, spans, transposed_region, transposed_spans, programs, tile, any(shares_entries), kinds)
@@ -177,20 +167,16 @@ def _measured(
     if blocks is None:
         return kt.Region(*shape, shape[1], *origin), None, None
     rows, cols = shape[0], shape[1] + (-shape[1] % 16 if blocks.hadamard else 0)
-    down, across = (
-        kt.touched(start, size, cover)
-        for start, size, cover in zip(origin, (rows, cols), blocks.block_shape, strict=True)
-    )
-    config = kt.tiling(blocks.block_shape, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), NO_RULE)
-    config = config._replace(together=tile.together, transposed=transposed, hadamard=blocks.hadamard)
-    return kt.Region(rows, cols, shape[1], *origin), (down, across), config
+    spans = kt.touched(origin, (rows, cols), blocks.block_shape)
+    config = kt.tiling(blocks.block_shape, tile, NO_RULE, transposed, hadamard=blocks.hadamard)
+    return kt.Region(rows, cols, shape[1], *origin), spans, config
 
 
 def _tile(one: kt.BlockAmaxes | None, two: kt.BlockAmaxes | None) -> kt.TileShape:
-    (high, wide), (across, down) = ((1, 1) if blocks is None else blocks.finite for blocks in (one, two))
+    blocks = kt.whole_blocks(one and one.block_shape, two and two.block_shape)
     if two is None:
-        return kt.TileShape(max(32, high), max(256 if high <= 32 else 128, wide))
-    return kt.TileShape(max(128, high, down), max(128, wide, across), 16 if two.hadamard else 1)
+        return kt.one_way_tile(blocks[:2])
+    return kt.TileShape(max(128, blocks.rows), max(128, blocks.cols), 16 if two.hadamard else 1)
 
 
 _NOTHING = ql.KernelEncoding(0.0, 0, 0, 0, 0, True, 0)
@@ -211,10 +197,7 @@ writes(scales_kernel, "stored_ptr", "multiplier_ptr")
 
 
 def scales(amax: Tensor, copy: OrientedCodes, scaling: Scaling, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `numerics.scales_and_multipliers` for values of `dtype`, both of the shape of the grid `amax`.
-
-    Only for copies with one scale. With two, the multiplier also depends on the amax of the whole tensor.
-    """
+    """Return `numerics.scales_and_multipliers` of a grid for values of `dtype`, for copies with one scale."""
     assert copy.amax is None, "a scale under a second one"
     amax = amax.contiguous()
     stored_scales = torch.empty(amax.shape, dtype=copy.scale.encoding.storage, device=amax.device)

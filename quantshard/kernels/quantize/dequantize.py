@@ -13,17 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantshard.formats import ALL, OrientedCodes, Scaling
+from quantshard.formats import OrientedCodes, Scaling
 from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.graph_launch import writes
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import decode_scale, expanded, grid_of_tile, tile_of
-from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, KernelConfig, Region, tiles, tiling
+from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, KernelConfig, Region, one_way_tile, tiles, tiling
 from quantshard.numerics import Pair
-
-StoredParts = tuple[Mapping[str, Tensor], Pair, Pair]
-"""The touched components of a copy, and the shape and origin of the values."""
 
 
 @triton.jit
@@ -63,24 +60,15 @@ def _dequantize(matrix, H: tl.constexpr):
     tl.store(out_ptr + offsets, ql.narrow(x, out_ptr.dtype.element_ty), mask=inside)
 
 
-def dequantize(
-    copy: OrientedCodes,
-    parts: Mapping[str, Tensor],
-    shape: tuple[int, int],
-    origin: tuple[int, int] = (0, 0),
-    dtype: torch.dtype = torch.float32,
-    nan_flag: Tensor | None = None,
-) -> Tensor:
-    """Dequantize the touched components of one copy to [R, C] of `dtype`: exactly in float32, then rounded once.
-
-    `nan_flag`: float32 scalar, 0 or NaN. For a packed encoding the column of `origin` must be even.
-    """
-    return dequantize_matrices(copy, [(parts, shape, origin)], dtype, nan_flag)[0]
-
-
 def dequantize_matrices(
-    copy: OrientedCodes, stored: Sequence[StoredParts], dtype: torch.dtype, nan_flag: Tensor | None = None
-) -> list[Tensor]:
+    copy: OrientedCodes, stored: Sequence[tuple[Mapping[str, Tensor], Pair, Pair]], dtype: torch.dtype,
+    nan_flag: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Dequantize matrices exactly in float32, then round once to `dtype`.
+
+    `stored`: touched components, shape and origin, whose column must be even for packed codes. `nan_flag`: float32
+    scalar, 0 or NaN.
+    """
     device = stored[0][0][copy.codes.name].device
     config, arguments, grid, results = tiles_of(copy, device), [], [0, 0], []
     for parts, shape, origin in stored:
@@ -104,6 +92,5 @@ def dequantize_matrices(
 
 @lru_cache(MOST_PLANS)
 def tiles_of(copy: OrientedCodes, device: torch.device) -> KernelConfig:
-    rows, cols = (1 if cover == ALL else cover for cover in copy.block)
-    tile = (max(32, rows), max(256 if rows <= 32 else 128, cols))
-    return tiling(copy.block, tile, sr.scale_rule(copy, Scaling(), torch.float32, device))
+    rule = sr.scale_rule(copy, Scaling(), torch.float32, device)
+    return tiling(copy.block, one_way_tile(copy.block), rule)

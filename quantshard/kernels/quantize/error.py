@@ -22,12 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantshard.formats import ALL, OrientedCodes, Scaling
+from quantshard.formats import OrientedCodes, Scaling
 from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import decode_scale, expanded, grid_of_tile, transformed
-from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, Region, registers, tiles, tiling
+from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, Region, TileShape, finite, registers, tiles, tiling
 from quantshard.numerics.quantization_error import beyond
 
 TILE: Final = (32, 256)
@@ -103,9 +103,8 @@ def _sums_where_finite(
 ):  # fmt: skip
     """Statistics of a program's tiles if all values and scales are finite and no scale is tiny.
 
-    Returns: sums of squares of values and of errors, divided by the unit squared, not finite if a value is not; bits of
-    the amax; counts of values that are not zero, saturate, and became zero; largest and smallest scale; whether one is
-    so tiny that its product with a nonzero code could be 0.
+    Returns sums of squares of values and of errors, divided by the unit squared; bits of the amax; counts of values
+    that are not zero, saturate, and became zero; largest and smallest scale; whether one is tiny (`SMALLEST`).
     """
     rule: tl.constexpr = H.rule
     ROWS: tl.constexpr = H.rows
@@ -298,19 +297,10 @@ def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
 
 
 def add_error(
-    sums: Tensor,
-    extremes: Tensor,
-    x: Tensor,
-    copy: OrientedCodes,
-    parts: Mapping[str, Tensor],
-    origin: tuple[int, int] = (0, 0),
-    hadamard: bool = False,
-    partial: bool = False,
-) -> None:
-    """Add `numerics.quantization_error.add_error` of x [R, C] to one row of `sums` and `extremes`.
-
-    `hadamard`: measure `numerics.hadamard16` of x. `partial`: measure and count only a part of a large matrix.
-    """
+    sums: Tensor, extremes: Tensor, x: Tensor, copy: OrientedCodes, parts: Mapping[str, Tensor],
+    origin: tuple[int, int] = (0, 0), hadamard: bool = False, partial: bool = False,
+) -> None:  # fmt: skip
+    """Add `numerics.quantization_error.add_error` of x to a row of `sums` and `extremes`; `partial`: of a part of x."""
     if x.numel() == 0:
         return
     codes, scale = parts[copy.codes.name], parts[copy.scale.name]
@@ -327,22 +317,16 @@ def add_error(
 
 @lru_cache(MOST_PLANS)
 def _plan(
-    copy: OrientedCodes,
-    shape: tuple[int, int],
-    origin: tuple[int, int],
-    device: torch.device,
-    hadamard: bool,
-    turned: bool,
-    every: int,
-) -> tuple[Region, tuple[int, int], tuple[int, int], dict[str, Any]]:
-    """Launch parameters for a shape: region, (rows of tiles, measured elements), programs, and constants of the kernel.
+    copy: OrientedCodes, shape: tuple[int, int], origin: tuple[int, int], device: torch.device, hadamard: bool,
+    turned: bool, every: int,
+) -> tuple[Region, tuple[int, int], tuple[int, int], dict[str, Any]]:  # fmt: skip
+    """Launch parameters: region, (rows of tiles, measured elements), programs, and constants of the kernel.
 
-    `turned`: elements of a column are adjacent in memory, so a high tile reads whole cache lines. `every`: measure one
-    in so many columns of tiles.
+    `turned`: elements of a column are adjacent in memory. `every`: measure one in so many columns of tiles.
     """
-    rows, cols = (1 if cover == ALL else cover for cover in copy.block)
-    tile = max(64 if turned else 16, rows), max(64 if turned else 256 if rows <= 16 else 128, cols)
-    config = tiling(copy.block, tile, sr.scale_rule(copy, Scaling(), torch.float32, device))._replace(hadamard=hadamard)
+    rows, cols = finite(copy.block)
+    tile = TileShape(max(64 if turned else 16, rows), max(64 if turned else 256 if rows <= 16 else 128, cols))
+    config = tiling(copy.block, tile, sr.scale_rule(copy, Scaling(), torch.float32, device), hadamard=hadamard)
     region = Region(shape[0], shape[1] + (-shape[1] % 16 if hadamard else 0), shape[1], *origin)
     touched_rows, touched_cols = tiles(region, config)
     warps = min(16, tile[0] * tile[1] // (32 * ELEMENTS))

@@ -101,11 +101,7 @@ def _drawn(row, col, words, H: tl.constexpr):
 
 @triton.jit
 def _emit(x, amax, row, col, where, out, drawn, H: tl.constexpr):
-    """Store the codes of a tile at a row and column of the quantized matrix; registers hold its transpose if
-    H.transposed.
-
-    `drawn`: random words, read if H.stochastic.
-    """
+    """Store the codes of a tile at a row and column of the quantized matrix. `drawn`: random words, if H.stochastic."""
     element: tl.constexpr = H.rule.element
     multiplier, scale = _scales(amax, row, col, where, out, H)
     scaled = x * multiplier

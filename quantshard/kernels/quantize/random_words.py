@@ -119,53 +119,38 @@ RandomArguments = tuple[tuple[Any, ...], tuple[int, ...], Rounding | None, Round
 
 
 def random_arguments(one: QuantizeRequest | None, two: QuantizeRequest | None) -> RandomArguments:
-    first, second = None if one is None else one.words, None if two is None else two.words
+    first, second = one and one.words, two and two.words
     bits = first or second
     if bits is None:
         return NO_KEY, NO_STREAMS, None, None
-    width, other_width, rounding, other_rounding = _drawing(
-        first and (first.global_shape, first.transposed), second and (second.global_shape, second.transposed),
-        isinstance(bits.draw, Tensor), first is not None and second is not None and first.stream == second.stream,
-    )  # fmt: skip
-    streams = (first or bits).stream, width, (second or bits).stream, other_width
-    return (*halves(bits.key), bits.draw), streams, rounding, other_rounding
+    first_bits, second_bits, is_loaded = first or bits, second or bits, isinstance(bits.draw, Tensor)
+    can_share = first_bits.stream == second_bits.stream and second_bits.transposed and not first_bits.transposed
+    width, rounding = _rounding(first_bits.global_shape, first_bits.transposed, is_loaded)
+    shared_with = first_bits.global_shape if can_share else None
+    other_width, other_rounding = _rounding(second_bits.global_shape, second_bits.transposed, is_loaded, shared_with)
+    streams = first_bits.stream, width, second_bits.stream, other_width
+    return (*halves(bits.key), bits.draw), streams, first and rounding, second and other_rounding
 
 
 @lru_cache(MOST_PLANS)
-def _drawing(
-    one: tuple[Pair, bool] | None, two: tuple[Pair, bool] | None, draw_loaded: bool, one_stream: bool
-) -> tuple[int, int, Rounding | None, Rounding | None]:
-    """Widths of the global matrix and compile-time properties of the random words, for both directions.
+def _rounding(
+    shape: Pair, transposed: bool, draw_loaded: bool, shared_with: Pair | None = None
+) -> tuple[int, Rounding]:
+    """Width of the global matrix and compile-time properties of the random words, for one direction.
 
-    `one`, `two`: shape of the global matrix, and `RandomBits.transposed`. `one_stream`: both directions use one stream.
+    `shared_with`: shape of the other direction's matrix, if that has the transposed words of the same stream.
     """
-    widths: list[int] = []
-    roundings: list[Rounding | None] = []
-    for words in (one, two):
-        if words is None:
-            roundings.append(None)
-            continue
-        shape, transposed = words
-        widths.append(shape[0 if transposed else 1])
-        roundings.append(Rounding(widths[-1] % 4 == 0, math.prod(shape) < 1 << 32, draw_loaded, transposed))
-    first, second = roundings
-    if one_stream and first is not None and second is not None:
-        is_same = widths[0] == widths[1] and first.short_index == second.short_index
-        is_turned = second.words_transposed and not first.words_transposed
-        second = second._replace(words_shared=is_same and is_turned)
-    return widths[0], widths[-1], first, second
+    width, is_short = shape[0 if transposed else 1], math.prod(shape) < 1 << 32
+    is_shared = shared_with is not None and (shared_with[1], math.prod(shared_with) < 1 << 32) == (width, is_short)
+    return width, Rounding(width % 4 == 0, is_short, draw_loaded, transposed, is_shared)
 
 
 def random_arguments_of(
     requests: Sequence[KernelOutputs],
 ) -> tuple[tuple[Any, ...], tuple[int, ...], list[Rounding | None]]:
-    """Return the arguments for several matrices with the same specs in one launch: a key and draw for each of `KEYS`.
-
-    They are separate arguments, because Triton recompiles a kernel if an integer in a tuple is 1 or a multiple of 16.
-    """
+    """Return the arguments of a launch: a key and draw for each of `KEYS` matrices, flat because of `RANDOM`."""
     if not any([request is not None and request.words is not None for outputs in requests for request in outputs[:2]]):
         return NO_KEY * KEYS, NO_STREAMS, [None, None]
-    assert len(requests) <= KEYS, "more matrices than a launch has random words for"
     arguments = [random_arguments(outputs.rowwise, outputs.columnwise) for outputs in requests]
     keys = [part for key, *_ in arguments for part in key]
     _, streams, *roundings = arguments[0]

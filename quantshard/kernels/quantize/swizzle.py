@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from quantshard.formats import OrientedCodes
 from quantshard.kernels import language as ql
@@ -24,15 +23,15 @@ from quantshard.kernels.graph_launch import writes
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.targets import MOST_PLANS, as_known, swizzled_size
 from quantshard.numerics import Pair
+from quantshard.numerics.gemm_layouts import StoredMatrix, SwizzledMatrix
 
 TILE = 128
 
 
 class SwizzleConfig(NamedTuple):
-    """Constants of a kernel.
+    """Constants of a kernel for `parts` matrices. `turned`: transpose their codes, of `bits` bits.
 
-    `parts`: number of matrices. `turned`: transpose their codes. `bits`: bits of a code. `high`, `wide`: rows and
-    columns of the result that share a scale. `unit`: factor from the amax to the second scale.
+    `high`, `wide`: rows and columns of the result that share a scale. `unit`: factor from the amax to the second scale.
     """
 
     parts: int
@@ -118,25 +117,12 @@ def _transpose(codes, row, col, rows, cols, BITS: tl.constexpr, TILE: tl.constex
     tl.store(out_ptr + offsets, x, mask=(i < cols)[:, None] & (j < width)[None, :])
 
 
-SwizzleResult = tuple[Tensor | None, Tensor, Tensor | None]
-"""Same as `kernel_dispatch.SwizzledMatrix`."""
-
-
 class SwizzleRequest:
-    """Several matrices on one device for one kernel to lay out: a launch that also quantizes something, or `finish`.
+    """Several matrices on one device to lay out: in another launch, which sets `launched`, or by `finish`."""
 
-    `results`: memory for the results. `tiles`: number of tiles. `arguments`, `config`: arguments of `swizzle_tile`.
-    `launched`: set once a launch includes these matrices.
-    """
-
-    def __init__(
-        self,
-        copy: OrientedCodes,
-        matrices: Sequence[tuple[Pair, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]],
-        turned: bool,
-    ) -> None:
+    def __init__(self, copy: OrientedCodes, matrices: Sequence[StoredMatrix], turned: bool) -> None:
         self.device, self.launched, self.tiles = matrices[0][1].device, False, 0
-        self.results: list[SwizzleResult] = []
+        self.results: list[SwizzledMatrix] = []
         arguments = []
         for shape, codes, scales, amax, nan_flag, other_scales in matrices:
             size, transposed, tiles = _plan(copy, shape, turned)
@@ -156,7 +142,7 @@ class SwizzleRequest:
             self.tiles += tiles
         self.arguments, self.config = tuple(arguments), _config(copy, len(arguments), turned)
 
-    def finish(self) -> list[SwizzleResult]:
+    def finish(self) -> list[SwizzledMatrix]:
         """Return the results, after a separate launch if no other launch has included them."""
         if not self.launched:
             launch_kernel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple
 
@@ -33,13 +34,11 @@ Given = Literal["", "multipliers", "amaxes"]
 
 
 class KernelConfig(NamedTuple):
-    """Constants of a kernel: the tile, the blocks within it, and the work to do.
+    """Constants of a kernel: the tile, the blocks within it, and the work to do; see `Rounding` and `QuantizeSpec`.
 
     `row_all`, `col_all`: blocks span the whole dim, beyond the tile. `together`: order of the rows in registers, see
-    `ql.row_order`. `transposed`: registers hold the tile as its transpose [cols, rows]. `words_transposed`: random
-    words are `RandomBits.transposed`. `words_shared`: the other direction has drawn the random words already. `pairs`:
-    block amaxes come from `ql.line_amax`. `by_columns`: scales are stored column by column. `swizzled`: scales are
-    stored as by `numerics.swizzled`. `nan_from_amax`, `merges_scale`, `decoded`: see `QuantizeSpec`.
+    `ql.row_order`. `transposed`: registers hold the tile as its transpose [cols, rows]. `pairs`: block amaxes come from
+    `ql.line_amax`. `swizzled`: scales are stored as by `numerics.swizzled`.
     """
 
     rows: int
@@ -82,13 +81,12 @@ class QuantizeSpec(NamedTuple):
     With `scaling.random_hadamard` rows are transformed first, and C is padded to a multiple of 16.
 
     `origin`: position in the global matrix; the column is a multiple of 2 for packed codes and of 16 for the transform.
-    `transposed`: also return the codes of the transpose. For square blocks, or one scale for the whole matrix, these
-    codes equal those from quantizing the transpose.
+    `transposed`: also return the codes of the transpose, for square blocks or one scale for the whole matrix.
     `by_columns`: new scales are stored column by column, with strides (1, rows); see `gemm.producers.read_by_columns`.
     `given`: multipliers if blocks cross the edge of the rectangle; multipliers or amaxes if blocks exceed a tile.
     `nan_from_amax`: the scale of the whole matrix, or its second scale, is NaN if the caller's amax is not finite.
     `merges_scale`: other kernels can write NaN to the only scale, so it is stored by `tl.atomic_max` of its bits.
-    `decoded`: return the dequantized values in the input's dtype, instead of codes and scales.
+    `decoded`: return the dequantized values in the input's dtype, instead of codes and scales; excludes `transposed`.
     `ready`: return what PyTorch's scaled products take: codes and scales in PyTorch's dtypes, 8-bit scales flat and
     swizzled, and the second scale as well as its amax. Swizzled scales exclude `given`.
     """
@@ -108,21 +106,14 @@ class QuantizeSpec(NamedTuple):
     def swizzled(self) -> bool:
         return self.ready and self.copy.scale.encoding.bits == 8
 
-    @property
-    def block(self) -> Pair:
-        rows, cols = self.copy.block
-        return (1 if rows == ALL else rows, 1 if cols == ALL else cols)
-
 
 class QuantizeRequest(NamedTuple):
     """How one matrix is quantized: the spec that all calls share, and the tensors of this call.
 
-    `given`: float32 grid of touched blocks, multipliers or amaxes; see `spec.given`.
-    `second_amax`: float32 scalar, the amax of the whole tensor; for formats with two scales, unless multipliers are
-    given.
-    `words`: random bits for stochastic rounding, for the transformed and padded matrix.
-    `scale`: zeroed memory for the scale, if `spec.merges_scale`. `nan_flag`: float32 scalar, 0 or NaN, that is added to
-    the scales of blocks.
+    `given`: float32 grid of touched blocks, see `spec.given`. `second_amax`: float32 scalar, the amax of the whole
+    tensor, for formats with two scales, unless multipliers are given. `words`: random bits for the transformed and
+    padded matrix. `scale`: zeroed memory for the scale, if `spec.merges_scale`. `nan_flag`: float32 scalar, 0 or NaN,
+    that is added to the scales of blocks.
     """
 
     spec: QuantizeSpec
@@ -163,12 +154,6 @@ class BlockAmaxes(NamedTuple):
     block_shape: Pair
     hadamard: bool = False
 
-    @property
-    def finite(self) -> Pair:
-        """Rows and columns of a block within one tile."""
-        rows, cols = self.block_shape
-        return 1 if rows == ALL else rows, 1 if cols == ALL else cols
-
 
 class AmaxRequest(NamedTuple):
     """Blocks to measure in a matrix (`rowwise`) and in its transpose (`columnwise`), and the grids to write."""
@@ -181,14 +166,10 @@ class AmaxRequest(NamedTuple):
 class KernelOutputs(NamedTuple):
     """Everything that a kernel writes for one matrix of results [R, C], into tensors of the caller.
 
-    Args:
-        rowwise: quantization of the results.
-        columnwise: quantization of their transpose, with scales of its own. Random words of both have one key and draw.
-        high: memory for the results themselves, [R, C] with adjacent columns, in the kernel's dtype.
-        amax: float32 scalar, raised to the amax of the results; NaN wins.
-        nan_flag: float32 scalar, not negative; becomes NaN if any result is not finite, else unchanged.
-        sums: [C], any float dtype: sum of the rounded results over rows, accumulated in float32.
-        measured: amaxes of blocks; excludes quantization.
+    `rowwise`, `columnwise`: quantization of the results and of their transpose; random words of both have one key and
+    draw. `high`: the results themselves, with adjacent columns. `amax`: float32 scalar, raised to their amax; NaN wins.
+    `nan_flag`: float32 scalar, not negative; NaN if any result is not finite. `sums`: [C], any float dtype: sum of the
+    rounded results over rows, accumulated in float32. `measured`: amaxes of blocks; excludes quantization.
     """
 
     rowwise: QuantizeRequest | None = None
@@ -212,11 +193,10 @@ Targets = tuple[QuantizedOutput | None, QuantizedOutput | None]
 
 
 class Rounding(NamedTuple):
-    """Compile-time properties of random words.
+    """Compile-time properties of random words; `words_transposed`: they are `RandomBits.transposed`.
 
     `by_four`: four neighbours share a call of the generator. `short_index`: element indices fit into 32 bits.
-    `draw_loaded`: the draw is read from memory. `words_transposed`: words are `RandomBits.transposed`. `words_shared`:
-    the same, and equal to the words of the other direction.
+    `draw_loaded`: the draw is read from memory. `words_shared`: the other direction has drawn the words already.
     """
 
     by_four: bool = True
@@ -249,8 +229,7 @@ class QuantizeLayout(NamedTuple):
 class QuantizePlan(NamedTuple):
     """Launch parameters for matrices of one shape, without the tensors.
 
-    `rowwise`, `columnwise`: layouts of the matrix and of its transpose. `where`: region that covers both. `constants`:
-    keyword arguments of the launch.
+    `rowwise`, `columnwise`: layouts of the matrix and of its transpose. `where`: region that covers both.
     """
 
     rowwise: QuantizeLayout | None
@@ -264,8 +243,21 @@ MOST_PLANS: Final = 1024
 """Entries in each cache of plans: enough for 100 activation shapes with some 10 specs each."""
 
 
-def tiles(where: Region, how: KernelConfig) -> tuple[int, int]:
-    return touched(where.row_origin, where.rows, how.rows), touched(where.col_origin, where.cols, how.cols)
+def finite(block: Pair) -> Pair:
+    """Return a block with 1 for each dim that it spans, for the choice of a tile of whole blocks."""
+    return 1 if block[0] == ALL else block[0], 1 if block[1] == ALL else block[1]
+
+
+def whole_blocks(block: Pair | None, transposed_block: Pair | None) -> TileShape:
+    """Return the smallest tile of whole blocks of a matrix and of its transpose."""
+    (rows, cols), (other_cols, other_rows) = finite(block or (1, 1)), finite(transposed_block or (1, 1))
+    return TileShape(max(rows, other_rows), max(cols, other_cols))
+
+
+def one_way_tile(block: Pair) -> TileShape:
+    """Choose the tile of a program that does not write the transpose."""
+    rows, cols = finite(block)
+    return TileShape(max(32, rows), max(128 if rows > 32 else 256, cols))
 
 
 def tile(spec: QuantizeSpec, other: QuantizeSpec | None, dtype: torch.dtype) -> TileShape:
@@ -274,17 +266,14 @@ def tile(spec: QuantizeSpec, other: QuantizeSpec | None, dtype: torch.dtype) -> 
     `dtype`: dtype of the values. If both directions have scales, other tiles are faster for bfloat16 on an H200: twice
     the size if no values are decoded (by 3 %), or four bytes of the transpose together for 4-bit codes (by 8 %).
     """
-    block_rows, block_cols = spec.block
-    if other is not None:
-        block_rows, block_cols = max(block_rows, other.block[1]), max(block_cols, other.block[0])
-    if not spec.transposed and other is None:
-        return TileShape(max(32, block_rows), max(128 if block_rows > 32 else 256, block_cols))
+    if other is None and not spec.transposed:
+        return one_way_tile(spec.copy.block)
     if other is not None and other.scaling.random_hadamard:
         return TileShape(128, 128, 16)
     narrow = spec.copy.codes.encoding.bits < 8
     if other is not None and dtype is torch.bfloat16 and (narrow or not spec.decoded):
         return BOTH_WAYS._replace(together=8) if narrow else LARGE_BOTH_WAYS
-    return smallest_tile(TileShape(block_rows, block_cols))
+    return smallest_tile(whole_blocks(spec.copy.block, other and other.copy.block))
 
 
 BOTH_WAYS: Final = TileShape(128, 64, 4)
@@ -308,17 +297,11 @@ def plan_quantization(
     if not adjacent and shared_tile.together < 16:  # neighbours in a column are read together already
         shared_tile = shared_tile._replace(together=1)
     rowwise = layout(spec, shape, dtype, device, shared_tile, rounding)
-    columnwise = None
-    programs = tiles(rowwise.where, rowwise.how)
-    if other is not None:
-        columnwise = layout(other, shape[::-1], dtype, device, shared_tile, other_rounding, transposed=True)
-        down, across = tiles(columnwise.where, columnwise.how)
-        programs = max(programs[0], across), max(programs[1], down)  # either may pad
-    constants = {
-        "H": rowwise.how,
-        "T": columnwise and columnwise.how,
-        **quantize_launch_options(shared_tile, rowwise.how, columnwise is not None, dtype),
-    }
+    columnwise = other and layout(other, shape[::-1], dtype, device, shared_tile, other_rounding, transposed=True)
+    padded = shape[0] + padding(shape[0], other), shape[1] + padding(shape[1], spec)
+    programs = touched(spec.origin, padded, shared_tile[:2])
+    options = quantize_launch_options(shared_tile, rowwise.how, columnwise is not None, dtype)
+    constants = {"H": rowwise.how, "T": columnwise and columnwise.how, **options}
     return QuantizePlan(rowwise, columnwise, rowwise.where, programs, constants)
 
 
@@ -328,15 +311,9 @@ def layout(
 ) -> QuantizeLayout:  # fmt: skip
     """Lay out the results for matrices [R, C] = `shape`; `transposed`: registers hold the transposed tile."""
     copy, origin, hadamard = spec.copy, spec.origin, spec.scaling.random_hadamard
-    assert spec.given or ALL not in copy.block, "a block larger than a tile needs a multiplier or an amax"
-    assert copy.amax is None or spec.given != "amaxes", "a multiplier under a second scale depends on that one too"
-    assert not (spec.decoded and spec.transposed), "values are made one way"
-    assert not (spec.decoded and spec.given == "multipliers"), "values are made of codes and scales"
     rows, cols = shape[0], shape[1] + padding(shape[1], spec)
     packed = 1 if spec.decoded else 8 // copy.codes.encoding.bits
-    down, across = (
-        touched(o, n, block_shape) for o, n, block_shape in zip(origin, (rows, cols), copy.block, strict=True)
-    )
+    down, across = touched(origin, (rows, cols), copy.block)
     by_columns, codes_dtype, scale_dtype = spec.by_columns and not spec.given, torch.uint8, copy.scale.encoding.storage
     scale: tuple[int, ...] = (down, across)
     strides = (1, down) if by_columns else (across, 1)
@@ -345,14 +322,14 @@ def layout(
     elif spec.ready:
         codes_dtype, scale_dtype = copy.codes.encoding.gemm_dtype, copy.scale.encoding.gemm_dtype
         if spec.swizzled:
-            assert not spec.given, "swizzled scales are made here"
             scale, strides = (swizzled_size(down, across),), (-(across // -4), 0)
     words = rounding or Rounding()
     by_four = words.by_four and (transposed == words.words_transposed or tile.together % 4 == 0)
-    rule = sr.scale_rule(copy, spec.scaling, dtype, device)
-    config = tiling(copy.block, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), rule)._replace(
-        together=tile.together,
-        transposed=transposed,
+    config = tiling(
+        copy.block,
+        tile,
+        sr.scale_rule(copy, spec.scaling, dtype, device),
+        transposed,
         hadamard=hadamard,
         stochastic=rounding is not None,
         **words._replace(by_four=by_four)._asdict(),
@@ -409,25 +386,37 @@ def padding(size: int, spec: QuantizeSpec | None) -> int:
     return -size % 16 if spec is not None and spec.scaling.random_hadamard else 0
 
 
-def tiling(block: tuple[int, int], tile: tuple[int, int], rule: sr.ScaleRule) -> KernelConfig:
-    inside = (min(block[0], tile[0]), min(block[1], tile[1]))
-    return KernelConfig(*tile, *inside, block[0] == ALL, block[1] == ALL, rule)
+def tiling(block: Pair, tile: TileShape, rule: sr.ScaleRule, transposed: bool = False, **settings: Any) -> KernelConfig:
+    """Return the constants of a kernel for a tile, or (`transposed`) for its transpose."""
+    rows, cols = (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols)
+    all_rows, all_cols = (size == ALL for size in block)
+    return KernelConfig(
+        rows, cols, min(block[0], rows), min(block[1], cols), all_rows, all_cols, rule, tile.together, transposed,
+        **settings,
+    )  # fmt: skip
 
 
-def touched(origin: int, size: int, block_shape: int) -> int:
-    if block_shape == ALL:
-        return 1
-    return -((origin + size) // -block_shape) - origin // block_shape if size else 0
+def tiles(where: Region, how: KernelConfig) -> Pair:
+    return touched((where.row_origin, where.col_origin), where[:2], (how.rows, how.cols))
+
+
+def touched(origin: Sequence[int], shape: Sequence[int], block: Sequence[int]) -> Pair:
+    """Return how many blocks a rectangle touches along both dims."""
+    rows, cols = (
+        1 if cover == ALL else -((start + size) // -cover) - start // cover if size else 0
+        for start, size, cover in zip(origin, shape, block, strict=True)
+    )
+    return rows, cols
 
 
 WARPS = 8
 
 
 def quantize_launch_options(shared: TileShape, how: KernelConfig, both: bool, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the keyword arguments of a launch; `both`: each direction has its own scales. Measured on an H200.
+    """Return warps and register limit, measured on an H200; `both`: each direction has its own scales.
 
-    Large bfloat16 tiles run fastest with four warps, three programs at a time; one transformed direction, both decoded
-    without random words, with eight warps, two programs.
+    Large bfloat16 tiles run fastest with three programs at a time; one transformed direction, both decoded without
+    random words, with two.
     """
     if both and dtype is torch.bfloat16 and shared == LARGE_BOTH_WAYS:
         return {"num_warps": 4, "maxnreg": registers(4, 3), "enable_fp_fusion": False}

@@ -209,7 +209,7 @@ def dequantize_case(x: Tensor, fmt: Format, dtype: torch.dtype = torch.bfloat16)
     expected = numerics.dequantize(copy, parts, shape).to(dtype)
     inputs = [parts[c.name] for c in fmt.components if c.copy is Orientation.ROWWISE]
     return KernelCase(
-        lambda: [dequantize.dequantize(copy, parts, shape, dtype=dtype)],
+        lambda: dequantize.dequantize_matrices(copy, [(parts, shape, (0, 0))], dtype),
         lambda: [expected],
         bytes_of(expected, *inputs),
     )
