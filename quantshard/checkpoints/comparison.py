@@ -113,15 +113,14 @@ def _bits(key: str, a: Tensor, b: Tensor) -> Difference | None:
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     count, first, largest = 0, -1, 0.0
     for start in range(0, a.numel(), _SLICE_ELEMENTS):
-        parts = (flat[start : start + _SLICE_ELEMENTS] for flat in (flat_a, flat_b))
+        parts = [flat[start : start + _SLICE_ELEMENTS] for flat in (flat_a, flat_b)]
         bytes_a, bytes_b = (part.view(torch.uint8).view(part.numel(), -1) for part in parts)
         if torch.equal(bytes_a, bytes_b):
             continue
         differs = (bytes_a != bytes_b).any(dim=1)
         count += int(differs.sum())
         if a.is_floating_point():
-            stop = start + _SLICE_ELEMENTS
-            largest = max(largest, largest_difference(*(flat[start:stop][differs] for flat in (flat_a, flat_b))))
+            largest = max(largest, largest_difference(*(part[differs] for part in parts)))
         if first < 0:
             first = start + int(differs.to(torch.uint8).argmax())
     if not count:

@@ -145,13 +145,11 @@ def parameter_conversions(
 def converted_keys(
     conversions: list[ParameterConversion], stored: Mapping[str, STORAGE_TYPES], live: Mapping[str, Any]
 ) -> set[str]:
-    """The keys of either side that a load does not read, because they are converted or keep their live value.
-
-    RNG keys and draw counts are read if both sides have them, and amax histories if the lengths are equal too.
-    """
+    """The keys of either side that a load does not read, because they are converted or keep their live value."""
     keys = stored.keys() | live.keys()
     on_both_sides = stored.keys() & live.keys()
     states = by_number(dict.fromkeys(keys))
+    # RNG keys and draw counts are read if both sides have them, and amax histories if the lengths are equal too
     histories = {key for key in keys if key.endswith(AMAX_HISTORY)}
     converted = {k for k in histories if getattr(stored.get(k), "size", None) != getattr(live.get(k), "shape", None)}
     for conversion in conversions:
@@ -209,13 +207,13 @@ def _read_in_batches(
         tensors: dict[str, Tensor] = {}
         computations = [conversion.add_tensors(reader.entries, tensors) for conversion in batch]
         reader.read_into(dict(tensors))
-        values = [compute() for compute in computations]
-        agreement.run_on_all_ranks(partial(_check_finite, reader.path, batch, values))
-        yield list(zip(batch, values, strict=True))
+        pairs = [(conversion, compute()) for conversion, compute in zip(batch, computations, strict=True)]
+        agreement.run_on_all_ranks(partial(_check_finite, reader.path, pairs))
+        yield pairs
 
 
-def _check_finite(path: object, batch: Iterable[Conversion], values: list[Tensor]) -> None:
-    for conversion, value in zip(batch, values, strict=True):
+def _check_finite(path: object, pairs: Iterable[tuple[Conversion, Tensor]]) -> None:
+    for conversion, value in pairs:
         if problem := conversion.problem(value):
             raise CheckpointError(f"{path}: {problem}")
 

@@ -14,7 +14,7 @@ from quantshard import private_torch
 from quantshard.checkpoints import optimizer_states
 from quantshard.checkpoints.conversions import HIGH_PRECISION
 from quantshard.checkpoints.disk.store import Path_
-from quantshard.checkpoints.optimizer_states import GROUPS, STATES, ParameterNumbers
+from quantshard.checkpoints.optimizer_states import GROUPS, STATES, Entries, ParameterNumbers
 from quantshard.errors import CheckpointError
 from quantshard.numerics.states import ROUNDING_SEED
 from quantshard.optimizers.loading import check_group, own_settings
@@ -22,8 +22,6 @@ from quantshard.tensor import component_loading, components
 from quantshard.tensor.parameter_state import AMAX_HISTORY
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
-
-Stored = Mapping[str, STORAGE_TYPES]
 
 
 def keys_of_other_ranks(stored: Iterable[str], model: nn.Module, numbers: ParameterNumbers | None) -> set[str]:
@@ -36,7 +34,7 @@ def keys_of_other_ranks(stored: Iterable[str], model: nn.Module, numbers: Parame
     return keys
 
 
-def unsaved_settings(stored: Stored, live: Collection[str], optimizer: Optimizer | None, own_seed: bool) -> set[str]:
+def unsaved_settings(stored: Entries, live: Collection[str], optimizer: Optimizer | None, own_seed: bool) -> set[str]:
     """Keys of group entries of others, e.g. a scheduler, that the checkpoint lacks. `own_seed`: include the seed."""
     if optimizer is None:
         return set()
@@ -45,7 +43,7 @@ def unsaved_settings(stored: Stored, live: Collection[str], optimizer: Optimizer
     return {key for key in missing if key.split(".")[3] not in required}
 
 
-def weight_formats(model: nn.Module, stored: Stored, tags: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def weight_formats(model: nn.Module, stored: Entries, tags: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """(stored format, live format) of each weight that is quantized in the checkpoint or in this model."""
     formats = {}
     for name, param in sorted(components.named_parameters(model).items()):
@@ -63,7 +61,7 @@ def check_recipe(path: Path_, formats: Mapping[str, tuple[str, str]]) -> None:
             raise CheckpointError(f"{problem}; build it with the checkpoint's recipe, or load with requantize=True")
 
 
-def check_model(path: Path_, stored: Stored, live: Mapping[str, Any], casts: Collection[str] | None) -> None:
+def check_model(path: Path_, stored: Entries, live: Mapping[str, Any], casts: Collection[str] | None) -> None:
     """Check the model's entries, without converted ones. `casts`: keys of plain tensors to cast; None for all."""
     missing, unexpected = _differing(stored, live, _MODEL)
     if missing or unexpected:
@@ -92,7 +90,7 @@ def _history_remedy(keys: list[str]) -> str:
     return "; load with requantize=True, which clears amax histories" if are_histories else ""
 
 
-def check_optimizer(path: Path_, stored: Stored, live: Mapping[str, Any], optimizer: Optimizer) -> None:
+def check_optimizer(path: Path_, stored: Entries, live: Mapping[str, Any], optimizer: Optimizer) -> None:
     reseed_hint = " and call the optimizer's reseed_masters()" if hasattr(optimizer, "reseed_masters") else ""
     remedy = f"load the model alone{reseed_hint}"
     if not any([key.startswith(_OPTIMIZER) for key in stored]):
@@ -121,7 +119,7 @@ def check_groups(
         check_group(f"{path} is of another optimizer: its group {number}", saved, entries, own_names)
 
 
-def _optimizer_differences(stored: Stored, live: Mapping[str, Any], allocates: bool) -> Iterator[str]:
+def _optimizer_differences(stored: Entries, live: Mapping[str, Any], allocates: bool) -> Iterator[str]:
     """Describe the first difference of each kind. `allocates`: the optimizer creates all its states at construction."""
     stored_groups, live_groups, num_stored, num_live = (
         len({key.split(".")[2] for key in keys if key.startswith(prefix)})
@@ -163,5 +161,5 @@ def _differing(stored: Iterable[str], live: Iterable[str], prefix: str) -> tuple
     return sorted(live_keys - stored_keys), sorted(stored_keys - live_keys)
 
 
-def _pairs(stored: Stored, live: Mapping[str, Any], prefix: str) -> list[tuple[str, STORAGE_TYPES, Any]]:
+def _pairs(stored: Entries, live: Mapping[str, Any], prefix: str) -> list[tuple[str, STORAGE_TYPES, Any]]:
     return [(key, stored[key], live[key]) for key in sorted(stored.keys() & live.keys()) if key.startswith(prefix)]

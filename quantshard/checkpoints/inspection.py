@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Container, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -123,17 +123,15 @@ def inspect_checkpoint(path: Path_, data: bool = True) -> Inspection:
 
 
 def _row(reader: SafeReader, group: TensorGroup, data: bool) -> TensorSummary:
-    codes = reader.entries[group.parts.get("codes", group.name)]
-    return TensorSummary(
+    codes, name, is_quantized = (
+        reader.entries[group.parts.get("codes", group.name)],
         group.name,
-        kind_of(group.name, reader.entries),
-        group.tag,
         group.format is not None,
-        group.shape,
-        group_bytes(reader, group),
-        len(codes.chunks) if isinstance(codes, TensorStorageMetadata) else 0,
-        **(figures(reader, group) if data and group.format is not None else {"wrong": group.wrong}),
     )
+    chunks = len(codes.chunks) if isinstance(codes, TensorStorageMetadata) else 0
+    more = figures(reader, group) if data and is_quantized else {"wrong": group.wrong}
+    kind, size = kind_of(name, reader.entries), group_bytes(reader, group)
+    return TensorSummary(name, kind, group.tag, is_quantized, group.shape, size, chunks, **more)
 
 
 def kind_of(key: str, keys: Container[str]) -> str:
@@ -209,8 +207,7 @@ def verify(path: Path_) -> Verification:
             reader.value(key)
         except CheckpointError as error:
             problems.append(str(error))
-    num_quantized = sum(group.format is not None for group in tensors)
-    counts = len(tensors), num_quantized, len(object_keys), sum(sizes)
+    counts = len(tensors), sum(group.format is not None for group in tensors), len(object_keys), sum(sizes)
     return Verification(str(path), checksums, *counts, tuple(problems))
 
 
@@ -218,9 +215,9 @@ def verify(path: Path_) -> Verification:
 class TensorGroup:
     """The entries of one tensor.
 
-    `tag`: name of its format, or its dtype. `format`: the row of the format table; None for a plain tensor. `shape`:
-    None if the components do not determine it. `parts`: key of each component by component name (`codes` for a plain
-    tensor). `others`: keys of its RNG key, draw count, amax history and tag. `wrong`: problems, in words.
+    `tag`: name of its format, or its dtype. `format`: None for a plain tensor. `shape`: None if the components do not
+    determine it. `parts`: key of each component by name (`codes` for a plain tensor). `others`: keys of its state and
+    tag. `wrong`: problems, in words.
     """
 
     name: str
@@ -243,8 +240,7 @@ def groups(reader: SafeReader) -> list[TensorGroup]:
     for key, entry in entries.items():
         if STATE_MARK in key and isinstance(entry, TensorStorageMetadata):
             if (spec := stored_state_spec(key, entry.properties.dtype, entries)) is not None:
-                shape = tuple(entry.size)
-                group_by_name[key] = _with_parts(key, spec.tag, spec.format, shape, entries, ())
+                group_by_name[key] = _with_parts(key, spec.tag, spec.format, tuple(entry.size), entries)
     grouped_keys = {key for group in group_by_name.values() for key in (*group.parts.values(), *group.others)}
     for key, entry in entries.items():
         if key not in grouped_keys and isinstance(entry, TensorStorageMetadata):
@@ -279,20 +275,15 @@ def _weight(name: str, tag: Tensor, entries: Mapping[str, STORAGE_TYPES]) -> Ten
         if not size[1] or not fmt.fits_stack(size[1]):
             return unknown(text, f"its blocks would cross from one matrix of {list(size)} into the next")
         fmt = stacked(fmt, size[1])
-    wrong = tuple(f"{key} is missing" for key in missing)
-    return _with_parts(name, text, fmt, shape, entries, stored_keys, wrong)
+    group, missing_lines = _with_parts(name, text, fmt, shape, entries), [f"{key} is missing" for key in missing]
+    return replace(group, others=stored_keys, wrong=(*missing_lines, *group.wrong))
 
 
 def _with_parts(
-    name: str,
-    tag: str,
-    fmt: Format,
-    shape: tuple[int, ...],
-    entries: Mapping[str, STORAGE_TYPES],
-    others: tuple[str, ...],
-    wrong: tuple[str, ...] = (),
+    name: str, tag: str, fmt: Format, shape: tuple[int, ...], entries: Mapping[str, STORAGE_TYPES]
 ) -> TensorGroup:
-    parts, lines = {}, list(wrong)
+    parts: dict[str, str] = {}
+    lines: list[str] = []
     for component in fmt.components:
         key = name + component.key_suffix
         entry = entries.get(key)
@@ -307,7 +298,7 @@ def _with_parts(
         elif size != expected or dtype != component.encoding.storage:
             fitting = f"{component.encoding.storage} {list(expected)} ({tag} {list(shape)})"
             lines.append(f"{key} is {dtype} {list(size)}, not {fitting}")
-    return TensorGroup(name, tag, fmt, tuple(shape), parts, others, tuple(lines))
+    return TensorGroup(name, tag, fmt, shape, parts, wrong=tuple(lines))
 
 
 def _stored_shape(shape: tuple[int, ...], component: Component) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from quantshard.checkpoints import conversions, fit, optimizer_states, rank_stat
 from quantshard.checkpoints.conversions import ParameterConversion, RequantizedWarning, StateConversion
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.manifest import MANIFEST
-from quantshard.checkpoints.disk.store import Path_
+from quantshard.checkpoints.disk.store import Path_, why
 from quantshard.checkpoints.optimizer_states import ParameterNumbers
 from quantshard.checkpoints.safe_read import NoManifestWarning, SafeReader, empty
 from quantshard.checkpoints.saving import EXTRA
@@ -83,12 +83,10 @@ class LoadRequest:
 class LoadPlan:
     """The action of a load for each entry, by the checkpoint's keys.
 
-    Args:
-        state_dicts: state dicts of the model and the optimizer, and `paths` of the entries in them.
-        targets: entries to read as they are stored: tensors in place, with a cast if the dtype differs.
-        settings: the new values of the optimizer's entries that are not tensors.
-        ignored_keys: keys of either side that are not read: they are converted, or keep their live value.
-        rank_states: the key and the state that each of this rank's objects loads, by the object's name.
+    `state_dicts`: of the model and the optimizer, with `paths` of the entries in them. `targets`: entries to read as
+    they are stored: tensors in place, with a cast if the dtype differs. `settings`: new values of the optimizer's
+    entries that are not tensors. `ignored_keys`: keys of either side that are converted, or keep their live value.
+    `rank_states`: see `states_to_load`.
     """
 
     request: LoadRequest
@@ -109,7 +107,18 @@ def load_checkpoint(request: LoadRequest) -> tuple[dict[str, Any], tuple[str, ..
     Returns the caller's entries, the names of the objects that kept their state, and what was converted, in words.
     """
     components.check_offsets(request.model.named_parameters())
-    plan = _agreed_plan(request)
+    # All ranks read before one of them plans: making the states of a stock optimizer can be a collective call.
+    (reader, format_tags), have_manifest = agreement.exchange_results(
+        lambda: read_contents(request), lambda contents: contents[0].manifest is not None
+    )
+    if request.verify and not all(have_manifest) and any(have_manifest):
+        raise CheckpointError(f"{request.path}: rank {have_manifest.index(False)} sees no {MANIFEST}; share the files")
+    # Once every rank has a plan, a load fails only while it writes.
+    plan, digests = agreement.exchange_results(
+        lambda: plan_load(request, reader, format_tags),
+        lambda _: None if request.numbers is None else request.numbers.digest,
+    )
+    optimizer_states.check_alike(digests, request.optimizer)
     if plan.reader.manifest is None and agreement.rank() == 0:
         warn_user(
             f"{request.path} has no {MANIFEST}: its files may be damaged or from several saves; `quantshard verify "
@@ -123,22 +132,6 @@ def load_checkpoint(request: LoadRequest) -> tuple[dict[str, Any], tuple[str, ..
         converted = f"{request.path}: {description}"
         warn_user(converted, RequantizedWarning)
     return extra, tuple(name for name in request.objects if name not in plan.rank_states), converted
-
-
-def _agreed_plan(request: LoadRequest) -> LoadPlan:
-    """This rank's plan, returned once every rank has a plan. After that, a load fails only while it writes."""
-    # All ranks read before one of them plans: making the states of a stock optimizer can be a collective call.
-    (reader, format_tags), have_manifest = agreement.exchange_results(
-        lambda: read_contents(request), lambda contents: contents[0].manifest is not None
-    )
-    if request.verify and not all(have_manifest) and any(have_manifest):
-        raise CheckpointError(f"{request.path}: rank {have_manifest.index(False)} sees no {MANIFEST}; share the files")
-    plan, digests = agreement.exchange_results(
-        lambda: plan_load(request, reader, format_tags),
-        lambda _: None if request.numbers is None else request.numbers.digest,
-    )
-    optimizer_states.check_alike(digests, request.optimizer)
-    return plan
 
 
 def read_contents(request: LoadRequest) -> tuple[SafeReader, dict[str, str]]:
@@ -170,11 +163,8 @@ def plan_load(request: LoadRequest, reader: SafeReader, format_tags: Mapping[str
         fit.check_recipe(request.path, formats)
     live, paths = private_torch.flatten_state_dict(state_dicts)
     other_ranks_keys = fit.keys_of_other_ranks(reader.entries, request.model, request.numbers)
-    stored = {
-        key: entry
-        for key, entry in reader.entries.items()
-        if key.startswith(("model.", "optimizer.")) and key not in other_ranks_keys
-    }
+    own_entries = {key: reader.entries[key] for key in reader.entries if key.startswith(("model.", "optimizer."))}
+    stored = {key: entry for key, entry in own_entries.items() if key not in other_ranks_keys}
     ignored = fit.unsaved_settings(stored, live, optimizer, own_seed=request.requantize)
     ignored |= {key for conversion in state_conversions for key in conversion.keys}
     if request.requantize:
@@ -186,17 +176,11 @@ def plan_load(request: LoadRequest, reader: SafeReader, format_tags: Mapping[str
     if optimizer is not None:
         fit.check_optimizer(request.path, stored, live, optimizer)
     object_keys, settings = _settings(request, reader, live)
+    targets = {key: value for key, value in live.items() if key not in object_keys}
+    ignored |= (stored.keys() - live.keys()) | (object_keys - settings.keys())
+    states = rank_states.states_to_load(reader, request.objects) if request.objects else {}
     return LoadPlan(
-        request,
-        reader,
-        state_dicts,
-        paths,
-        targets={key: value for key, value in live.items() if key not in object_keys},
-        settings=settings,
-        weight_conversions=weight_conversions,
-        state_conversions=state_conversions,
-        ignored_keys=ignored | (stored.keys() - live.keys()) | (object_keys - settings.keys()),
-        rank_states=rank_states.states_to_load(reader, request.objects) if request.objects else {},
+        request, reader, state_dicts, paths, targets, settings, weight_conversions, state_conversions, ignored, states
     )
 
 
@@ -256,5 +240,8 @@ def _load_states(plan: LoadPlan, masters: list[tuple[ParameterConversion, Tensor
     seed_master: Any = getattr(request.optimizer, "seed_master", None)
     for conversion, master in masters:
         seed_master(conversion.param, master)
-    if plan.rank_states:
-        rank_states.load_states(request.objects, plan.rank_states)
+    for name, (key, state) in plan.rank_states.items():
+        try:
+            request.objects[name].load_state_dict(state)
+        except Exception as error:  # user code can raise anything, and the other ranks wait
+            raise CheckpointError(f"{key} cannot be loaded into {name!r}: {why(error)}") from error

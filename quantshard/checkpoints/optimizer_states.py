@@ -41,15 +41,12 @@ V = TypeVar("V")
 
 
 def check_members(where: str, model: nn.Module, optimizer: Optimizer) -> None:
-    """Check that an optimizer belongs to a model. Call it after `model.state_dict()`, which reshards parameters.
-
-    An optimizer with none of the model's parameters may be one of hand-made masters, unless it has quantized weights,
-    or only unsharded parameters while the model is sharded.
-    """
+    """Check that an optimizer belongs to a model. Call it after `model.state_dict()`, which reshards parameters."""
     model_params = list(model.parameters())
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not params or {*map(id, model_params)} & {*map(id, params)}:
         return
+    # hand-made masters are neither quantized, nor unsharded while the model is sharded
     are_sharded = [any(isinstance(param, DTensor) for param in members) for members in (model_params, params)]
     if are_sharded == [True, False] or any(components.quantized_local(p) is not None for p in params):
         problem = f"{where}: none of the {len(params)} parameters of this {type(optimizer).__name__} is in this"
@@ -188,11 +185,7 @@ class ParameterNumbers:
 
     @staticmethod
     def of(model: nn.Module, optimizer: Optimizer) -> ParameterNumbers | None:
-        """The numbers for a model and its optimizer, without communication; None without expert parallelism.
-
-        Raises for optimizers that create their states in the first step, parameters of another model, and experts of a
-        layer that are not in one group, in the order of one process.
-        """
+        """The numbers for a model and its optimizer, without communication; None without expert parallelism."""
         layers = expert_layers(model)
         if not layers:
             return None
@@ -207,6 +200,7 @@ class ParameterNumbers:
             number_of = {name: offset + index for index, name in enumerate(all_names)}
             is_in_order = [name for name in all_names if name in local_set] == local_names
             is_split = any(name in number_of for names in names_by_group for name in names)  # e.g. a group per expert
+            # states of the first step, parameters of another model, and experts out of order have no numbers
             if not allocates(optimizer) or not is_in_order or is_split:
                 raise UnsupportedOperationError(limits.refusal("unnamed states", type(optimizer).__name__))
             numbers += [number_of[name] for name in local_names]

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard.checkpoints.disk import agreement
-from quantshard.checkpoints.disk.store import why
 from quantshard.checkpoints.safe_read import SafeReader, checked_entry, decoded, dtype_of
 from quantshard.errors import CheckpointError, ConfigurationError
 
@@ -77,10 +76,10 @@ def keys_by_rank(stored: Iterable[str]) -> dict[str, dict[str, str]]:
 def states_to_load(reader: SafeReader, names: Iterable[str]) -> dict[str, tuple[str, Any]]:
     """The key and the state that each of this rank's objects loads, by the object's name.
 
-    If another number of ranks wrote the checkpoint, only states that were equal on all of them are loaded, on every
-    rank. RNG states written by a single rank are not loaded on several ranks, which would all draw the same numbers.
+    If another number of ranks wrote the checkpoint, only states that were equal on all of them are loaded.
     """
     by_rank = keys_by_rank(reader.entries)
+    # ranks that load the RNG states of a single one would all draw the same numbers
     skipped = {RANDOM} if len(by_rank) == 1 and agreement.rank_count() > 1 else set()
     if len(by_rank) == agreement.rank_count():
         rank = str(agreement.rank())
@@ -95,11 +94,3 @@ def states_to_load(reader: SafeReader, names: Iterable[str]) -> dict[str, tuple[
         if candidates and all(torch.equal(values[candidates[0]], values[key]) for key in candidates):
             states[name] = candidates[0], decoded(candidates[0], values[candidates[0]].numpy().tobytes())
     return states
-
-
-def load_states(objects: Mapping[str, Stateful], states: Mapping[str, tuple[str, Any]]) -> None:
-    for name, (key, state) in states.items():
-        try:
-            objects[name].load_state_dict(state)
-        except Exception as error:  # user code can raise anything, and the other ranks wait
-            raise CheckpointError(f"{key} cannot be loaded into {name!r}: {why(error)}") from error

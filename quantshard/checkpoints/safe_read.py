@@ -17,14 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
@@ -54,10 +48,7 @@ def named(key: str) -> Iterator[None]:
 
 
 def read_entry(file: BinaryIO, offset: int, length: int) -> Any:
-    """Load the `torch.save` archive in a range of a file, without running code from it.
-
-    An archive that is damaged, claims more than its bytes hold, or needs code to be read raises a CheckpointError.
-    """
+    """Load the `torch.save` archive in a range of a file, if it is not damaged and needs no code to be read."""
     file.seek(offset)
     part = io.BytesIO(file.read(length))
     try:
@@ -126,15 +117,15 @@ def checked_entry(what: str, value: Any) -> tuple[bytes, Any]:
         raise ConfigurationError(f"{problem}; {remedy}") from error
 
 
-def empty(entry: STORAGE_TYPES) -> Tensor | None:
+def empty(entry: dcp.STORAGE_TYPES) -> Tensor | None:
     """A CPU tensor to read an entry into, or None for an object."""
-    if isinstance(entry, TensorStorageMetadata):
+    if isinstance(entry, dcp.TensorStorageMetadata):
         return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
     return None
 
 
-def dtype_of(entry: STORAGE_TYPES | None) -> torch.dtype | None:
-    return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
+def dtype_of(entry: dcp.STORAGE_TYPES | None) -> torch.dtype | None:
+    return entry.properties.dtype if isinstance(entry, dcp.TensorStorageMetadata) else None
 
 
 class NoManifestWarning(UserWarning):
@@ -154,10 +145,10 @@ class SafeReader(FileSystemReader):
         self.path = path  # type: ignore[assignment]
         self.manifest = manifest.read_manifest(path)
         self.metadata = read_metadata(path, self.manifest, packed)
-        self.entries: dict[str, STORAGE_TYPES] = self.metadata.state_dict_metadata
+        self.entries: dict[str, dcp.STORAGE_TYPES] = self.metadata.state_dict_metadata
         self.objects: dict[str, Any] = {}
 
-    def read_metadata(self) -> Metadata:
+    def read_metadata(self) -> dcp.Metadata:
         """Return the metadata. DCP's keywords are not supported: ranks have no metadata of their own."""
         return self.metadata
 
@@ -173,7 +164,7 @@ class SafeReader(FileSystemReader):
                     file.seek(location.offset)
                     self.objects[index.fqn] = _plain_object(file.read(location.length))
                     continue
-                chunk = cast(TensorStorageMetadata, self.entries[index.fqn]).chunks[cast(int, index.index)]
+                chunk = cast(dcp.TensorStorageMetadata, self.entries[index.fqn]).chunks[cast(int, index.index)]
                 tensor = self.checked(index.fqn, chunk, read_entry(file, location.offset, location.length))
             target = planner.resolve_tensor(item).detach()
             part = tensor[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
@@ -216,24 +207,24 @@ class SafeReader(FileSystemReader):
     def value(self, key: str) -> Any:
         return self.read([key])[key]
 
-    def chunks(self, key: str) -> Iterator[tuple[ChunkStorageMetadata, Any]]:
+    def chunks(self, key: str) -> Iterator[tuple[dcp.ChunkStorageMetadata, Any]]:
         """Iterate over the chunks of a tensor with the stored objects; one is in memory at a time."""
-        for chunk in cast(TensorStorageMetadata, self.entries[key]).chunks:
-            for file, index, _ in self._located([(MetadataIndex(key, chunk.offsets), None)]):
+        for chunk in cast(dcp.TensorStorageMetadata, self.entries[key]).chunks:
+            for file, index, _ in self._located([(dcp.MetadataIndex(key, chunk.offsets), None)]):
                 location = self.metadata.storage_data[index]
                 with named(key):
                     value = read_entry(file, location.offset, location.length)
                 yield chunk, value
 
-    def pieces(self, key: str) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
+    def pieces(self, key: str) -> Iterator[tuple[dcp.ChunkStorageMetadata, Tensor]]:
         for chunk, value in self.chunks(key):
             with named(key):
                 tensor = self.checked(key, chunk, value)
             yield chunk, tensor
 
-    def checked(self, key: str, chunk: ChunkStorageMetadata, value: Any) -> Tensor:
+    def checked(self, key: str, chunk: dcp.ChunkStorageMetadata, value: Any) -> Tensor:
         """Check that a value of `chunks` has the chunk's shape and dtype; DCP would cast or slice other tensors."""
-        dtype = cast(TensorStorageMetadata, self.entries[key]).properties.dtype
+        dtype = cast(dcp.TensorStorageMetadata, self.entries[key]).properties.dtype
         tensor = plain_tensor(value)
         if tensor.dtype != dtype or tensor.shape != chunk.sizes:
             raise CheckpointError(f"it is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(chunk.sizes)}")
@@ -252,10 +243,10 @@ class SafeReader(FileSystemReader):
             if (problem := manifest.wrong_file(self.path, name, files[name])) is not None:
                 raise DamagedError(f"{self.path} is damaged: {problem}; nothing was loaded; choose another")
 
-    def _located(self, items: Iterable[tuple[MetadataIndex, T]]) -> Iterator[tuple[BinaryIO, MetadataIndex, T]]:
+    def _located(self, items: Iterable[tuple[dcp.MetadataIndex, T]]) -> Iterator[tuple[BinaryIO, dcp.MetadataIndex, T]]:
         """Open each file once, and iterate over the items in the order of the file."""
         store, folder = locate(self.path)
-        by_file: dict[str, list[tuple[MetadataIndex, T]]] = defaultdict(list)
+        by_file: dict[str, list[tuple[dcp.MetadataIndex, T]]] = defaultdict(list)
         locations = self.metadata.storage_data
         for index, item in items:
             by_file[locations[index].relative_path].append((index, item))

@@ -80,7 +80,16 @@ def prepare_target(path: Path_, replace: bool = False, owner: OwnershipToken | N
     try:
         store, store_path = locate(path)
         clean(store.parent(store_path), os.path.basename(store_path.rstrip("/")))
-        _check_place(path, replace)
+        names = store.names(store_path)
+        if not replace and METADATA_FILE in names and is_complete(path):
+            raise CheckpointError(
+                f"{path} holds a complete checkpoint and is not overwritten; save to another directory"
+            )
+        # with a trailing slash, the link would be followed
+        if not replace and isinstance(store, LocalStore) and os.path.islink(store_path.rstrip("/")):
+            raise CheckpointError(f"{path} is a symbolic link; remove it, or save to its target")
+        if foreign_names := [name for name in names if not CHECKPOINT_FILE.fullmatch(name)]:
+            raise CheckpointError(f"{path} holds other files ({foreign_names[0]}); save to a new directory")
         if store.renames:
             store.make(store.parent(store_path))
         else:
@@ -91,18 +100,6 @@ def prepare_target(path: Path_, replace: bool = False, owner: OwnershipToken | N
         return SaveTarget(store_path, secrets.token_hex(8), replace, owner)
     except OSError as error:
         raise CheckpointError(save_failure(path, error)) from error
-
-
-def _check_place(path: Path_, replace: bool) -> None:
-    store, store_path = locate(path)
-    names = store.names(store_path)
-    if not replace and METADATA_FILE in names and is_complete(path):
-        raise CheckpointError(f"{path} holds a complete checkpoint and is not overwritten; save to another directory")
-    # with a trailing slash, the link would be followed
-    if not replace and isinstance(store, LocalStore) and os.path.islink(store_path.rstrip("/")):
-        raise CheckpointError(f"{path} is a symbolic link; remove it, or save to its target")
-    if foreign_names := [name for name in names if not CHECKPOINT_FILE.fullmatch(name)]:
-        raise CheckpointError(f"{path} holds other files ({foreign_names[0]}); save to a new directory")
 
 
 def clean(folder: Path_, only: str = "") -> None:
@@ -135,13 +132,11 @@ def remove_folder(store: Store, folder: str) -> None:
 
 @contextmanager
 def abandoned_if_it_fails(target: SaveTarget) -> Iterator[None]:
-    """On an error in the context, remove on rank 0 what the failed save wrote, with a warning if that fails.
-
-    A rank that is still writing cannot commit without these files. The next save removes what such a rank adds later.
-    """
+    """On an error in the context, remove on rank 0 what the failed save wrote, with a warning if that fails."""
     try:
         yield
     except BaseException:
+        # a rank that is still writing cannot commit without these files, and the next save removes what it adds
         if agreement.rank() == 0:
             _abandon(target)
         raise

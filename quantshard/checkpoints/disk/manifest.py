@@ -20,15 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 
 from quantshard import private_torch
 from quantshard.checkpoints.disk.store import Path_, expect_transfer, is_inside, locate, report_transfer, why
@@ -166,10 +158,7 @@ def exists(path: Path_) -> bool:
 
 
 def problems(path: Path_, contents: bool = True) -> list[str]:
-    """Describe each problem of a checkpoint's files, also of files that its manifest does not name.
-
-    Every byte is read, or without `contents` only the manifest. A checkpoint without a manifest has no problems.
-    """
+    """Describe each problem of a checkpoint's files, by its manifest, if any. `contents`: read every byte."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -224,15 +213,11 @@ class _Properties:
 
 
 _DCP = "torch.distributed.checkpoint."
-_CLASSES: Mapping[str, type] = {
-    **{
-        f"{_DCP}metadata.{kind.__name__}": kind
-        for kind in (
-            Metadata, StorageMeta, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex,
-        )
-    },
-    f"{_DCP}metadata.TensorProperties": _Properties,
-}  # fmt: skip
+_ENTRIES = "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"
+_CLASSES: dict[str, type] = {
+    f"{_DCP}metadata.{name}": getattr(dcp, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", *_ENTRIES)
+}
+_CLASSES[f"{_DCP}metadata.TensorProperties"] = _Properties
 _CALLS = {
     f"{_DCP}metadata._MEM_FORMAT_ENCODING",
     "torch.serialization._get_layout",
@@ -242,12 +227,10 @@ _CALLS = {
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """Unpickles `.metadata`. It creates plain values and instances of DCP's classes, and calls nothing else.
+    """Unpickles `.metadata`. It creates plain values and instances of DCP's classes, and calls nothing else."""
 
-    The memo of the unpickler in Python is a dict. That of the unpickler in C is an array as long as the file requests.
-    """
-
-    # without the only operation that allocates memory before it reads the bytes that fill it
+    # In Python, the memo is a dict; in C, it is an array as long as the file requests. Without the only operation that
+    # allocates memory before it reads the bytes that fill it.
     dispatch: ClassVar[Any] = {
         code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
     }
@@ -270,14 +253,13 @@ def _factory(kind: type) -> type:
     return type(kind.__name__, (), {"__new__": lambda _: object.__new__(kind)})
 
 
-def read_metadata(path: Path_, described: Manifest | None, packed: bool = False) -> Metadata:
+def read_metadata(path: Path_, described: Manifest | None, packed: bool = False) -> dcp.Metadata:
     """Read and check a checkpoint's metadata, also against its manifest, if any. For `packed` see `SafeReader`."""
     store, folder = locate(path)
     what = f"its {METADATA_FILE} cannot be read: "
     try:
         content = store.read(store.join(folder, METADATA_FILE), METADATA_BYTES)
-        entry = None if described is None else described.files.get(METADATA_FILE)
-        if described is not None and (entry is None or (entry.bytes, entry.xxh3_128) != digest(content)):
+        if described is not None and described.files.get(METADATA_FILE) != FileEntry(*digest(content)):
             raise CheckpointError(f"it is damaged: it is not the file that {MANIFEST} describes")
         metadata, what = _unpickled(content), ""
         _check_pieces(metadata, _file_sizes(path, metadata, described), packed)
@@ -289,9 +271,9 @@ def read_metadata(path: Path_, described: Manifest | None, packed: bool = False)
     return metadata
 
 
-def _unpickled(content: bytes) -> Metadata:
+def _unpickled(content: bytes) -> dcp.Metadata:
     try:
-        metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+        metadata: dcp.Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
         _check_types(metadata)
         return metadata
     except (QuantshardError, MemoryError):
@@ -300,22 +282,22 @@ def _unpickled(content: bytes) -> Metadata:
         raise CheckpointError(f"it is damaged ({type(error).__name__})") from error
 
 
-def _check_types(metadata: Metadata) -> None:
+def _check_types(metadata: dcp.Metadata) -> None:
     """Check everything that is read of the metadata, and replace `_Properties` by TensorProperties."""
     entries, paths = metadata.state_dict_metadata, metadata.planner_data
-    if type(metadata) is not Metadata or {type(key) for key in entries} - {str}:
+    if type(metadata) is not dcp.Metadata or {type(key) for key in entries} - {str}:
         raise CheckpointError("it has no entries")
-    tensors = [entry for entry in entries.values() if type(entry) is TensorStorageMetadata]
+    tensors = [entry for entry in entries.values() if type(entry) is dcp.TensorStorageMetadata]
     # Many entries could refer to one long list.
     if sum(len(entry.chunks) for entry in tensors) + len(entries) - len(tensors) != len(metadata.storage_data):
         raise CheckpointError("it has more or fewer pieces of entries than it says where they are")
     for key, entry in entries.items():
-        if type(entry) is TensorStorageMetadata:
+        if type(entry) is dcp.TensorStorageMetadata:
             _check_tensor_entry(key, entry)
-        elif type(entry) is not BytesStorageMetadata:
+        elif type(entry) is not dcp.BytesStorageMetadata:
             raise CheckpointError(f"{key!r:.120} is a {type(entry).__name__}")
     for index, location in metadata.storage_data.items():
-        if type(index) is not MetadataIndex or type(location) is not private_torch.storage_info:
+        if type(index) is not dcp.MetadataIndex or type(location) is not private_torch.storage_info:
             raise CheckpointError("it does not say where entries are")
         if not is_inside(location.relative_path):
             raise CheckpointError(f"it names the file {location.relative_path!r:.120}, which is not in the directory")
@@ -326,10 +308,10 @@ def _check_types(metadata: Metadata) -> None:
     for key, parts in ({} if paths is None else paths).items():
         if type(key) is not str or type(parts) is not tuple or {type(part) for part in parts} - {str, int}:
             raise CheckpointError("its planner data do not say where entries are")
-    metadata.storage_meta = StorageMeta()
+    metadata.storage_meta = dcp.StorageMeta()
 
 
-def _check_tensor_entry(key: str, entry: TensorStorageMetadata) -> None:
+def _check_tensor_entry(key: str, entry: dcp.TensorStorageMetadata) -> None:
     size, elements, starts = entry.size, 0, set()
     # (dtype, layout, requires_grad, memory format, pinned), and from torch 2.15 the strides
     values = entry.properties.values  # type: ignore[attr-defined]
@@ -337,10 +319,10 @@ def _check_tensor_entry(key: str, entry: TensorStorageMetadata) -> None:
         raise CheckpointError(f"{key!r:.120} is sparse, or has no dtype")
     if values[0] in _NO_TENSORS or not is_shape(size):
         raise CheckpointError(f"{key!r:.120} is {values[0]} {list(size)}, which no tensor here is")
-    entry.properties = TensorProperties(dtype=values[0])
+    entry.properties = dcp.TensorProperties(dtype=values[0])
     for chunk in entry.chunks:
         offsets, sizes = chunk.offsets, chunk.sizes
-        is_chunk = type(chunk) is ChunkStorageMetadata and _are_counts(offsets) and _are_counts(sizes)
+        is_chunk = type(chunk) is dcp.ChunkStorageMetadata and _are_counts(offsets) and _are_counts(sizes)
         if not is_chunk or any(start + n > end for start, n, end in zip(offsets, sizes, size, strict=True)):
             raise CheckpointError(f"{key!r:.120} {list(size)}: a chunk is not inside it")
         elements += sizes.numel()
@@ -365,7 +347,7 @@ def is_shape(value: Any) -> bool:
     return extent <= (_EMPTY_EXTENT if 0 in value else _MOST_ELEMENTS)
 
 
-def _file_sizes(path: Path_, metadata: Metadata, described: Manifest | None) -> dict[str, int]:
+def _file_sizes(path: Path_, metadata: dcp.Metadata, described: Manifest | None) -> dict[str, int]:
     store, folder = locate(path)
     sizes = {}
     for name in sorted({location.relative_path for location in metadata.storage_data.values()}):
@@ -382,16 +364,16 @@ def _file_sizes(path: Path_, metadata: Metadata, described: Manifest | None) -> 
     return sizes
 
 
-def _check_pieces(metadata: Metadata, sizes: Mapping[str, int], packed: bool) -> None:
+def _check_pieces(metadata: dcp.Metadata, sizes: Mapping[str, int], packed: bool) -> None:
     """Check that every piece has a range of its own, inside its file and large enough."""
     locations, ends = metadata.storage_data, dict.fromkeys(sizes, 0)
     for key, entry in metadata.state_dict_metadata.items():
         pieces: list[tuple[torch.Size | None, int]] = [(None, 0)]
-        if isinstance(entry, TensorStorageMetadata):
+        if isinstance(entry, dcp.TensorStorageMetadata):
             itemsize = 0.5 if packed else entry.properties.dtype.itemsize
             pieces = [(chunk.offsets, int(chunk.sizes.numel() * itemsize)) for chunk in entry.chunks]
         for offsets, minimum in pieces:
-            location = locations.get(MetadataIndex(key, offsets))
+            location = locations.get(dcp.MetadataIndex(key, offsets))
             if location is None:
                 raise CheckpointError(f"it does not say where {key!r:.120} is")
             if location.length < minimum:

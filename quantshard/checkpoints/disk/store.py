@@ -34,10 +34,8 @@ _BLOB = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40,64})")
 
 
 def open_regular(path: Path_, *, limit: int | None = None, follow: bool = False) -> BinaryIO:
-    """Open a regular file for reading, or raise an OSError whose `strerror` gives the reason.
-
-    `limit`: maximum bytes. `follow`: follow links, as for a path that the user named.
-    """
+    """Open a regular file of up to `limit` bytes for reading, or raise an OSError whose `strerror` gives the reason.
+    `follow`: follow links, as for a path that the user named."""
     real_path, size = _regular(path, follow)
     if limit is not None and size > limit:
         raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {limit} are read", path)
@@ -335,10 +333,7 @@ _watches: list[Any] = []
 
 @contextmanager
 def watch_transfers(watch: Any) -> Iterator[None]:
-    """Report the bytes moved by this process to `watch`, for the duration of the context.
-
-    Any thread calls `watch.expect(count)` before and `watch.moved(count)` after bytes are moved.
-    """
+    """In the context, let any thread call `watch.expect(count)` before and `watch.moved(count)` after bytes move."""
     _watches.append(watch)
     try:
         yield
