@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch, kernels
+from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.formats import Orientation
 from quantshard.gemm import hardware
 from quantshard.gemm.operands import Operand, is_large
@@ -46,16 +46,11 @@ def _emulated_product(
 
 # One operator of compiled graphs. Inductor may lay out the operands of `aten.mm` differently, which changes the order
 # of its sums, and skips rounding between operations that it fuses.
-torch.library.define(
-    "quantshard::emulated_product",
-    "(Tensor a, Tensor b, Tensor? bias, ScalarType sum_dtype, ScalarType out_dtype) -> Tensor",
-    tags=(torch.Tag.needs_exact_strides,),
-)
-torch.library.impl("quantshard::emulated_product", "default", _emulated_product)
-torch.library.register_fake(
-    "quantshard::emulated_product",
-    lambda a, b, bias, sum_dtype, out_dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype),
-)
+private_torch.define_operator(
+    "emulated_product", "(Tensor a, Tensor b, Tensor? bias, ScalarType sum_dtype, ScalarType out_dtype) -> Tensor",
+    _emulated_product, lambda a, b, *others: a.new_empty((a.shape[0], b.shape[1]), dtype=others[-1]),
+    torch.Tag.needs_exact_strides,
+)  # fmt: skip
 
 
 def _read_dtype(a: Operand, b: Operand, precision: torch.dtype) -> torch.dtype:
@@ -83,10 +78,9 @@ def _values(operand: Operand, wanted: Orientation, dtype: torch.dtype, nan_flag:
 
 
 def values_together(a: Tensor, weight_operands: Sequence[Operand], precision: torch.dtype) -> Sequence[Operand]:
-    """Dequantize the right operands of several emulated products a @ b by one kernel.
+    """Dequantize the right operands of several emulated products a @ b by one kernel, if it can, and none is large.
 
-    The operands are returned unchanged if one kernel cannot dequantize all of them, or if they are large: `matmul` then
-    dequantizes each of them only while it is multiplied.
+    Otherwise return them unchanged: `matmul` dequantizes each of them only while it is multiplied.
     """
     storages = [operand for operand in weight_operands if isinstance(operand, QuantizedStorage)]
     if len(storages) < max(len(weight_operands), 2) or len({operand.spec.format for operand in storages}) > 1:

@@ -103,9 +103,6 @@ def swizzled_as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda grid: numerics.swizzled(grid).view(dtype)
 
 
-# The table -----------------------------------------------------------------------------------------------------------
-
-
 def _layout(
     layout: Callable[[Tensor], Tensor], *recipes: F.ScalingType, swizzle: tuple[F.SwizzleType, ...] = ()
 ) -> ScaleLayout:

@@ -201,22 +201,19 @@ def gathers_codes(spec: QuantSpec, shape: tuple[int, int], split: OperandSplit) 
     return not mixes and all(shard.gathers(copy.codes) for copy in spec.format.copies.values())
 
 
-def gather(storage: QuantizedStorage, split: OperandSplit) -> QuantizedStorage:
-    """Gather the whole matrix, in one collective, from shards that `quantize_operand` made with `split`."""
+def gather(operand: Operand, split: OperandSplit) -> Any:
+    """Gather the whole matrix, in one collective, from shards of values [R, C] or those of `quantize_operand`."""
     if split.size == 1:
-        return storage
-    shard = storage.shard
+        return operand
+    if isinstance(operand, Tensor):
+        return _all_gather([operand], split)[0]
+    storage, shard = operand, operand.shard
     assert shard.cut is not None and shard.cut.dim == split.dim, (shard, split.dim)
     by_name = storage.spec.format.by_name
     sent = [name for name in storage.components if shard.gathers(by_name[name])]
     wholes = _all_gather([storage.components[name] for name in sent], split)
     components = storage.components | dict(zip(sent, wholes, strict=True))
     return QuantizedStorage(storage.spec, shard.before_cut(), components)
-
-
-def gather_values(values: Tensor, split: OperandSplit) -> Tensor:
-    """Gather the whole matrix from shards [R, C] of any dtype. A collective call, not differentiable."""
-    return values if split.size == 1 else _all_gather([values], split)[0]
 
 
 def _all_gather(pieces: list[Tensor], split: OperandSplit) -> list[Tensor]:

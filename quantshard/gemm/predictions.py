@@ -16,10 +16,7 @@ from quantshard.tensor.storage import QuantizedStorage
 
 def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
     """The `limits.FALLBACKS` that the GEMMs of one linear layer take.
-
-    `stored`: the weight; None if it is stored in high precision. `recipe`: autocast's recipe; None if it is unknown,
-    which assumes one that fits the weight.
-    """
+    `stored`: the weight, if it is quantized. `recipe`: autocast's; None assumes one that fits the weight."""
     if recipe is not None and not recipe.table:
         return () if stored is None else ("dequantized",)
     spec = stored.spec if stored is not None else recipe.weight if recipe is not None else None
@@ -103,10 +100,9 @@ def _dotted(capability: Capability) -> str:
 
 @contextmanager
 def described_gpu(capability: Capability) -> Iterator[None]:
-    """Give the meta device the kernels and scaled products of a GPU with this compute capability.
+    """Give the meta device the kernels, which do nothing, and scaled products of a GPU of this compute capability.
 
-    A step on meta tensors then creates every tensor that a GPU would, without bytes. Kernel launches do nothing. Scaled
-    products are PyTorch's; the caller must answer them if this version does not support them on meta tensors.
+    The caller must answer PyTorch's scaled products if this version does not support them on meta tensors.
     """
     devices_before, capability_before = kernel_dispatch.KERNEL_DEVICES, hardware.META_CAPABILITY
     kernel_dispatch.KERNEL_DEVICES, hardware.META_CAPABILITY = devices_before | {"meta"}, capability

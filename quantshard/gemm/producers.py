@@ -145,11 +145,8 @@ class DirectionPlan:
 
     `shared`: the kernel also writes the codes of the transpose. `ready`: it writes what products read. `decodes`: it
     returns values instead of codes, because products read values and nothing keeps the operand. `has_flag`: values may
-    be infinite or NaN. `delayed`: an amax to scale by is known.
-
-    Attributes:
-        amax_blocks: blocks with amaxes that the kernel needs as input.
-        wraps: Triton does not support a dtype of the result.
+    be infinite or NaN. `delayed`: an amax to scale by is known. `amax_blocks`: blocks with amaxes that the kernel needs
+    as input. `wraps`: Triton does not support a dtype of the result.
     """
 
     def __init__(
@@ -217,10 +214,8 @@ class KernelPlan(OperandPlan):
     """How kernels quantize matrices [R, C] of one shape for two GEMMs: `rowwise` as they are, `columnwise` transposed.
     If wgrad shares the codes of `rowwise`, `columnwise` is None and the kernel transposes the codes.
 
-    Args:
-        like: tensor of the shape, dtype and device of the matrices.
-        delayed: an amax to scale by is known.
-        stored: codes and scales must be laid out as formats store them, since other code than products reads them.
+    `like`: tensor of the shape, dtype and device of the matrices. `delayed`: an amax to scale by is known. `stored`:
+    codes and scales must be laid out as formats store them, since other code than products reads them.
 
     Attributes:
         amax_blocks: blocks whose amaxes a kernel measures.

@@ -225,9 +225,7 @@ class MultiheadAttention(CompositeModule):
             first = self.layernorm_qkv if self.input_layernorm else self.qkv
         else:
             first = self.layernorm_query if self.input_layernorm else self.query_layer
-        projected, normed = first(x), None
-        if self.return_layernorm_output:
-            projected, normed = projected
+        projected, normed = first(x) if self.return_layernorm_output else (first(x), None)
         if encoder_output is None:
             return projected, normed
         keys_and_values: Any = self.key_value
@@ -279,7 +277,8 @@ class MultiheadAttention(CompositeModule):
 
 def _positions(tokens: Sequence[int], freqs: RotaryEmbedding, core: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the positions of queries and of keys in their sequences."""
-    of_q, of_kv = ([core.get(f"{name}_{part}{more}") for name, more in _BOUNDARIES] for part in ("q", "kv"))
+    names = "cu_seqlens_{}_padded", "cu_seqlens_{}", "max_seqlen_{}"
+    of_q, of_kv = ([core.get(name.format(part)) for name in names] for part in ("q", "kv"))
     of_kv = of_q if of_kv[1] is None else of_kv
     for_q, for_kv = freqs if isinstance(freqs, tuple) else (freqs, freqs)
     (padded, plain, longest), (kv_padded, kv_plain, kv_longest) = of_q, of_kv
@@ -287,6 +286,3 @@ def _positions(tokens: Sequence[int], freqs: RotaryEmbedding, core: dict[str, An
     if tokens[0] == tokens[1] and for_q is for_kv and plain is kv_plain and padded is kv_padded:
         return queries, queries
     return queries, rotary.token_positions(tokens[1], for_kv, kv_plain if kv_padded is None else kv_padded, kv_longest)
-
-
-_BOUNDARIES = (("cu_seqlens", "_padded"), ("cu_seqlens", ""), ("max_seqlen", ""))

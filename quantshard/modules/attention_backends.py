@@ -175,11 +175,8 @@ def attend(backends: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, **options
 
 
 class _Dense(NamedTuple):
-    """Queries, keys and values as [batch, heads, length, features].
-
-    `visible`: where a query sees a key; None for everywhere. `distance`: key position - query position, if the call
-    has diagonals or ALiBi slopes.
-    """
+    """Queries, keys and values as [batch, heads, length, features], `visible` where a query sees a key (None:
+    everywhere), and key position - query position, if the call has diagonals or ALiBi slopes."""
 
     q: Tensor
     k: Tensor
@@ -366,9 +363,6 @@ def _flex(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, _: Any, sinks: T
     if sinks is not None:
         out = out * torch.sigmoid(auxiliary.lse - sinks.float()[:, None])[..., None].to(out.dtype)
     return _from_packed(call, out[0].transpose(0, 1), q)
-
-
-# The table -----------------------------------------------------------------------------------------------------------
 
 
 class Backend(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -25,7 +24,6 @@ from quantshard.modules.base import checks
 from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.base.module import QuantizedModule, by_own_recipe
 from quantshard.modules.contexts import context, recompute
-from quantshard.modules.contexts.context import InitPlan
 from quantshard.modules.gemms import functional, grouped, linear_state
 from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.recipe import Recipe, TensorRole
@@ -102,41 +100,32 @@ class GroupedLinear(QuantizedModule):
                 parameter_state.random_key()
         self._weight_names = [layer.weights[0] for layer in self._layers]
         self._bias_names = [layer.biases[0] for layer in self._layers]
-        prefixes = [layer.prefix for layer in self._layers]
-        self._history_names = {role: [p + name for p in prefixes] for role, name in linear_state.HISTORIES.items()}
         self._set_wgrad_options(fuse_wgrad_accumulation, delay_wgrad_compute)
-        self._note_spread()
 
-    def _note_spread(self) -> None:
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._note_spread(param)
+
+    def _note_spread(self, *params: Tensor | None) -> None:
         """Mark parameters as spread over ranks, for optimizers. After `fully_shard`, their mesh says so instead."""
         if (expert_axis := self._spread_axis) is not None:
-            for param in self.parameters(recurse=False):
-                process_groups.spread_over(param, expert_axis.get_group())
+            for param in params:
+                if param is not None:
+                    process_groups.spread_over(param, expert_axis.get_group())
 
     @property
     def _spread_axis(self) -> DeviceMesh | None:
         """Mesh axis with more than one rank over which the experts are distributed, or None."""
         return self.ep_mesh if self.ep_mesh is not None and self.ep_mesh.size() > 1 else None
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initialize all parameters; see `QuantizedModule.reset_parameters`."""
-        super().reset_parameters()
-        self._note_spread()
-
-    def take_plan(self, plan: InitPlan, name: str, has_own_recipe: bool) -> None:
-        """Convert to an init plan; see `QuantizedModule.take_plan`."""
-        super().take_plan(plan, name, has_own_recipe)
-        self._note_spread()
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedLinear:
         super()._apply(fn, recurse)
-        self._note_spread()
+        self._note_spread(*self.parameters(recurse=False))
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._note_spread()
+        self._note_spread(*self.parameters(recurse=False))
 
     def is_traced(self, setting: str, inp: Tensor) -> bool:
         return False  # splits would be constants of graphs, and differ each time
@@ -162,7 +151,7 @@ class GroupedLinear(QuantizedModule):
         """
         inp = self._input(inp)
         tokens = inp.reshape(-1, inp.shape[-1])
-        out = functional.shaped_as(self._of_experts(tokens, self._checked_splits(m_splits, tokens)), inp)
+        out = functional.shaped_as(self._of_experts(tokens, self._checked_splits(m_splits, tokens)), inp.shape)
         if not self.return_bias:
             return out
         return out, [self._joined_bias(layer, out.dtype) for layer in self._layers] if self.use_bias else None
@@ -250,14 +239,12 @@ class GroupedLinear(QuantizedModule):
         """Return the amax histories of all experts that the recipe needs."""
         histories_by_role: dict[TensorRole, Sequence[Tensor]] = {}
         for role, length in recipe.histories.items():
-            names = self._history_names[role]
-            buffers = [private_torch.registered_buffer(self, name) for name in names]
-            existing = [history for history in buffers if history is not None]
-            if len(existing) < len(names) or set(map(Tensor.numel, existing)) != {length}:
-                make = partial(linear_state.activation_history, self)
-                pairs = zip(names, self._weight_names, strict=True)
-                existing = [make(name, length, weight, recipe) for name, weight in pairs]
-            histories_by_role[role] = existing
+            histories_by_role[role] = [
+                linear_state.activation_history(
+                    self, layer.prefix + linear_state.HISTORIES[role], length, layer.weights[0], recipe
+                )
+                for layer in self._layers
+            ]
         return histories_by_role
 
     def _checked_splits(self, m_splits: Sequence[int] | Tensor, tokens: Tensor) -> list[int] | Tensor:
@@ -313,8 +300,6 @@ class GroupedLinear(QuantizedModule):
         """Load this rank's experts from a state dict that can have more experts."""
         entries = {key: v for key, v in state_dict.items() if not self.is_held_elsewhere(key.removeprefix(prefix))}
         super()._load_from_state_dict(entries, prefix, *args)
-        # assign=True replaced the parameters
-        self._note_spread()
 
     def extra_repr(self) -> str:
         local = "" if self.ep_mesh is None else f", held={self.local_gemms.start}..{self.local_gemms.stop - 1}"
@@ -327,19 +312,15 @@ class GroupedLinear(QuantizedModule):
 # All experts in one kernel -------------------------------------------------------------------------------------------
 
 LARGEST_GROUPED: Final = 1 << 35
-"""Most multiplications in the fprop of an expert, averaged over experts, for which experts run in one kernel.
-
-Beyond this, PyTorch's FP8 products save more time (1200 TFLOP/s instead of 350) than their launches cost: on an H200
-and its host more than a millisecond per expert and step (benchmarks/experts.py).
-"""
+"""Most multiplications in the fprop of an expert, averaged over experts, for which experts run in one kernel. Beyond
+this, PyTorch's FP8 products save more time on an H200 than their launches cost (benchmarks/experts.py)."""
 
 
 def block_together(recipe: Recipe) -> int | None:
     """Number of elements along the summed dim under one scale, if a recipe lets one kernel multiply all experts.
 
-    It is 0 if each expert's input, weight and gradient has one scale. It is None if experts must run one at a time:
-    only recipes with one 8-bit format per role, rounded to nearest in all GEMMs, qualify. These have one scale per
-    tensor, or square blocks of 32 or 128 in weights and as many elements of a row in activations and gradients.
+    0: each expert's input, weight and gradient has one scale. None: experts run one at a time, because a role has not
+    one 8-bit format, rounded to nearest, in all GEMMs, or blocks other than these.
     """
     blocks = []
     for role in TensorRole:
@@ -377,9 +358,6 @@ def counts_on_host(counts: Tensor, label: str) -> list[int]:
 
 
 def is_faster_together(rows: int, experts: int, shape: tuple[int, int]) -> bool:
-    """Whether one kernel multiplies `rows` rows of `experts` experts with weights of `shape` faster than a product per
-    expert.
-
-    Kernels index the elements of a weight in 32 bits, so larger weights return False.
-    """
+    """Whether one kernel multiplies `rows` rows of `experts` experts faster than a product per expert does."""
+    # kernels index the elements of a weight in 32 bits
     return experts > 1 and rows * shape[0] * shape[1] <= experts * LARGEST_GROUPED and shape[0] * shape[1] < 1 << 31

@@ -172,11 +172,8 @@ def rotate_queries_and_keys(
 def rotate_projection(
     qkv: Tensor, heads: int, groups: int, freqs: Tensor, layout: HeadLayout, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split [s, b, heads + 2 * groups, d], [b, s, ...] or [tokens, ...], into queries, keys and values; rotate queries
-    and keys.
-
-    Kernels return views of one new tensor, so that `qkv` can be freed, and write its gradient in place.
-    """
+    """Split [s, b, heads + 2 * groups, d], [b, s, ...] or [tokens, ...] into queries, keys and values, and rotate.
+    Kernels return views of one new tensor, so that `qkv` can be freed, and write its gradient in place."""
     batch_layout, batch = layout.as_batch(qkv)
     table = _table(batch, freqs, batch_layout, positions)
     if _has_kernel(batch, table, batch_layout):
@@ -215,13 +212,9 @@ def _table(t: Tensor, freqs: Tensor, layout: HeadLayout, positions: Tensor | Non
 def _cached_table(t: Tensor, freqs: Tensor, length: int, tensor_format: str) -> RotaryTable:
     # not for angles that are differentiated, traced or rewritten by graph replays, nor in inference mode, whose tables
     # autograd cannot save
-    is_cached = not (
-        freqs.requires_grad
-        or private_torch.is_traced(freqs)
-        or torch.is_inference_mode_enabled()
-        or freqs.is_inference()
-        or kernel_dispatch.is_capturing()
-    )
+    is_rewritten = private_torch.is_traced(freqs) or kernel_dispatch.is_capturing()
+    is_inference = torch.is_inference_mode_enabled() or freqs.is_inference()
+    is_cached = not (freqs.requires_grad or is_rewritten or is_inference)
     key = id(freqs)
     if is_cached:
         # another stream would have to wait for the one that computes the table
@@ -260,17 +253,6 @@ def _rotate(t: Tensor, table: RotaryTable, layout: HeadLayout) -> Tensor:
     return rotated_part if rotated == t.shape[-1] else torch.cat((rotated_part, t[..., rotated:]), dim=-1)
 
 
-torch.library.define(
-    "quantshard::rotate",
-    "(Tensor t, Tensor cos, Tensor sin, str tensor_format, bool interleaved, bool backward, int rotated_heads)"
-    " -> Tensor",
-)
-torch.library.define(
-    "quantshard::rotate_back",
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, str tensor_format, bool interleaved) -> Tensor",
-)
-
-
 def _launch(
     t: Tensor, cos: Tensor, sin: Tensor, tensor_format: str, interleaved: bool, backward: bool, rotated_heads: int
 ) -> Tensor:
@@ -278,14 +260,6 @@ def _launch(
     return rotary_kernel.rotate(
         t, cos, sin, tensor_format, interleaved=interleaved, backward=backward, rotated_heads=rotated_heads
     )
-
-
-torch.library.impl("quantshard::rotate", "default")(_launch)
-
-
-@torch.library.register_fake("quantshard::rotate")
-def _(t: Tensor, *others: Any) -> Tensor:
-    return t.new_empty(t.shape)
 
 
 def _launch_back(
@@ -300,12 +274,23 @@ def _launch_back(
     return out
 
 
-torch.library.impl("quantshard::rotate_back", "default")(_launch_back)
-
-
-@torch.library.register_fake("quantshard::rotate_back")
 def _back_shapes(dq: Tensor, dk: Tensor, dv: Tensor, *others: Any) -> Tensor:
     return dq.new_empty((*dq.shape[:-2], dq.shape[-2] + dk.shape[-2] + dv.shape[-2], dq.shape[-1]))
+
+
+private_torch.define_operator(
+    "rotate",
+    "(Tensor t, Tensor cos, Tensor sin, str tensor_format, bool interleaved, bool backward, int rotated_heads)"
+    " -> Tensor",
+    _launch,
+    lambda t, *others: t.new_empty(t.shape),
+)
+private_torch.define_operator(
+    "rotate_back",
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, str tensor_format, bool interleaved) -> Tensor",
+    _launch_back,
+    _back_shapes,
+)
 
 
 def _rotated(t: Tensor, cos: Tensor, sin: Tensor, layout: HeadLayout, backward: bool, heads: int) -> Tensor:

@@ -228,7 +228,7 @@ class TransformerLayer(CompositeModule):
         else:
             drop_path = True
         mlp = self.layernorm_mlp
-        takes_residual = isinstance(mlp, LayerNormMLP) and not private_torch.has_hooks(mlp)
+        takes_residual = isinstance(mlp, LayerNormMLP) and not private_torch.forward_hooks(mlp)
         if takes_residual and not self.apply_residual_connection_post_layernorm:
             block, hidden_states = mlp(self._dropped(attention_out, drop_path), residual=hidden_states)
         else:

@@ -35,16 +35,12 @@ _register_effect = private_name("torch._higher_order_ops.effects._register_effec
 _ordered = private_name("torch._higher_order_ops.effects._EffectType.ORDERED", _COMPILED)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """True if a hook sees, or changes, the inputs or outputs of a module's forward, as under FSDP2."""
-    return bool(module._forward_pre_hooks or module._forward_hooks)
-
-
 def has_call_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in HOOKS)
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
+    """Hooks that see, or change, the inputs or outputs of a module's forward, as under FSDP2."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
@@ -105,14 +101,9 @@ def registered_buffer(module: nn.Module, name: str) -> Tensor | None:
 
 
 HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
 """Attributes in which `nn.Module` keeps the hooks of calls. The public API registers hooks, but does not list them."""
 
 _LOAD_HOOKS = "_load_state_dict_pre_hooks"
@@ -150,9 +141,7 @@ def take_saved(ctx: Any) -> tuple[Any, ...]:
 
 def is_kept_output(x: Tensor) -> bool:
     """True if the operation that computed x, or the tensor that x is a view of, saved its output for its own backward.
-
-    Attention does. Only the class of a node is inspected, since reading its attribute would unpack the saved tensor.
-    """
+    Only the class of a node is inspected, since reading its attribute would unpack the saved tensor."""
     node: Any = x.grad_fn
     output = x.output_nr
     while node is not None and node.name() in _VIEWS and _RECOMPUTED not in node.metadata:
@@ -246,6 +235,17 @@ def keep_in_caches(function: Any, version: str) -> None:
     if missing(options := _inductor_options()) is None:
         names = f"{function.__module__}.{function.__qualname__}", "torch.ops.higher_order.with_effects"
         options.unsafe_marked_cacheable_functions |= dict.fromkeys(names, version)
+
+
+def define_operator(
+    name: str, schema: str, body: Callable[..., Any], shapes: Callable[..., Any], *tags: torch.Tag
+) -> Any:
+    """Define and return the operator `quantshard::name` of graphs. `shapes`: makes its results without values."""
+    full = f"quantshard::{name}"
+    torch.library.define(full, schema, tags=tags)
+    torch.library.impl(full, "default", body)
+    torch.library.register_fake(full, shapes)
+    return getattr(torch.ops.quantshard, name).default
 
 
 def eager_in_graphs(reason: str) -> Callable[[Any], Any]:

@@ -36,14 +36,11 @@ def end_memory_history(file: str | None) -> None:
 
 def answer_operations(answer: Callable[..., Any]) -> AbstractContextManager[Any]:
     """A context in which `answer(operation, args, kwargs)` replaces each ATen operation, also in backward."""
-    if (error := missing(_dispatch)) is not None:
-        raise error
 
     class OperationMode(_dispatch.TorchDispatchMode):  # type: ignore[misc, name-defined]
         @classmethod
         def ignore_compile_internals(cls) -> bool:
-            # otherwise Dynamo runs compiled functions eagerly
-            return True
+            return True  # otherwise Dynamo runs compiled functions eagerly
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return answer(function, args, kwargs or {})

@@ -56,14 +56,13 @@ class RunningStage(NamedTuple):
 def running_stage() -> RunningStage | None:
     """The stage that runs its module on this thread, in forward or for recomputation in backward, or None."""
     stages = sys.modules.get(_STAGES)
-    return None if stages is None else _on_stack(stages, sys._getframe(1))
-
-
-def _on_stack(stages: types.ModuleType, frame: types.FrameType | None) -> RunningStage | None:
-    """From a frame outwards, the innermost stage that runs its module on values, not only to infer shapes."""
+    if stages is None:
+        return None
+    frame: types.FrameType | None = sys._getframe(1)
     stage, names = stages.PipelineStage, vars(stages)
     methods = stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk
     on_values = {method.__code__ for method in methods}
+    # the innermost stage that runs its module on values, not only to infer shapes
     infers = False
     while frame is not None:
         if frame.f_globals is names:

@@ -37,11 +37,8 @@ _NAMES = (
 class CheckpointedRegions:
     """Regions of `torch.utils.checkpoint` around the running code, as objects that autograd keeps.
 
-    Args:
-        entered: regions in their first forward.
-        replayed: the region that is recomputed, if any.
-        replay: identifies the recomputation, if a region has several.
-        unknown: error to raise if recomputation would change results.
+    `entered`: regions in their first forward. `replayed`: the region that is recomputed, if any. `replay`: identifies
+    the recomputation. `unknown`: error to raise if recomputation would change results.
     """
 
     entered: tuple[Any, ...] = ()

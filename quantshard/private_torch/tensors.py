@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from quantshard.private_torch.autograd import define_operator
 from quantshard.private_torch.lookup import missing, private_name
 
 _DTENSOR = "torch.distributed.tensor"
@@ -66,15 +67,13 @@ def traced_scaled_mm(
 
 
 # an operator, because torch 2.11 rejects scales of fewer than 128 columns when it computes the shape
-torch.library.define(
-    "quantshard::scaled_product",
+define_operator(
+    "scaled_product",
     "(Tensor a, Tensor b, Tensor[] a_scales, int[] a_kinds, int[] a_swizzle, Tensor[] b_scales, int[] b_kinds, "
     "int[] b_swizzle, Tensor? bias, ScalarType dtype, int[] dims, bool fast) -> Tensor",
-    tags=(torch.Tag.needs_exact_strides,),
-)
-torch.library.impl("quantshard::scaled_product", "default", lambda *args: scaled_mm(*args))
-torch.library.register_fake(
-    "quantshard::scaled_product", lambda a, b, *args: a.new_empty((a.shape[0], b.shape[1]), dtype=args[7])
+    lambda *args: scaled_mm(*args),
+    lambda a, b, *args: a.new_empty((a.shape[0], b.shape[1]), dtype=args[7]),
+    torch.Tag.needs_exact_strides,
 )
 
 

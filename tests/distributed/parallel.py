@@ -181,7 +181,7 @@ def quantized_whole(piece: Tensor, cell: QuantSpec, split: OperandSplit, **optio
     """A matrix of which each rank has a piece: codes are gathered, or values where codes cannot be."""
     if operands.gathers_codes(cell, (piece.shape[0], piece.shape[1]), split):
         return operands.gather(operands.quantize_operand(piece, cell, split=split, **options), split)
-    return operands.quantize_operand(operands.gather_values(piece, split), cell, **options)
+    return operands.quantize_operand(operands.gather(piece, split), cell, **options)
 
 
 def check_wire(case: Piece, local: QuantizedStorage, measuring: Wire, gathering: Wire, checks: Checks) -> None:

@@ -67,7 +67,7 @@ def test_one_rank_has_all_and_needs_no_group(ranks):
     values = torch.randn(7, 33)
     for split in (OperandSplit(0, None), OperandSplit(1, None), OperandSplit(0, ranks(1)), OperandSplit(1, ranks(1))):
         assert split.size == 1 and split.rank == 0
-        assert operands.gather_values(values, split) is values
+        assert operands.gather(values, split) is values
         for cell in (NVFP4, RHT, MX, BLOCK, TENSOR):
             assert operands.gathers_codes(cell, (7, 33), split)
             found = operands.quantize_operand(values, cell, split=split)

@@ -33,9 +33,8 @@ if kernels.USABLE:
 class TracedLinear(NamedTuple):
     """A linear layer while Dynamo traces, in values that its graphs can hold.
 
-    `module`: handle of the module. `names`: names of the weights in the module. `prefix`: prefix of the names of the
-    amax histories. `record`: whether amaxes of this call are recorded (in training). `setting`: name of the autocast
-    setting.
+    `module`: handle of the module, in which the weights have `names` and amax histories a `prefix`. `record`: whether
+    amaxes of this call are recorded (in training). `setting`: name of the autocast setting.
     """
 
     weights: Sequence[Tensor]
@@ -121,7 +120,7 @@ def _call(name: str, layers: Sequence[Any], *arguments: Any) -> Any:
     if type(traced[0].module) is Tensor:  # not of a trace: `backend="eager"` runs Dynamo's graph as it is
         return STEPS[name](*map(_live, traced), *arguments)
     step = GraphStep()
-    with step.forward():
+    with step.traced():
         prepared = [_prepared(step, layer) for layer in traced]
         return STEPS[name](*prepared, *map(of_fixed_size, arguments))
 

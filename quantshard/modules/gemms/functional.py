@@ -70,14 +70,9 @@ class PreparedLinear(NamedTuple):
     def saved(
         self, x_wgrad: WgradOperand, x_shape: Sequence[int], dtype: torch.dtype, requantizes: bool
     ) -> tuple[LinearBackward, list[Tensor]]:
-        """Return the `LinearBackward` of this forward and the tensors to save for it.
-
-        `x_wgrad`: wgrad's operand of the input. `requantizes`: the operand was not kept, and backward recomputes it.
-        """
+        """Return the `LinearBackward` of this forward and the tensors to save. `requantizes`: `x_wgrad` is not kept."""
         operand_metadata, x_tensors = _to_saved(x_wgrad)
-        bias_dtypes = []
-        for bias in self.biases:
-            bias_dtypes.append(None if bias is None else bias.dtype)
+        bias_dtypes = [None if bias is None else bias.dtype for bias in self.biases]
         backward = LinearBackward(
             self.call, self.state, operand_metadata, len(self.weights), bias_dtypes, tuple(x_shape), dtype,
             requantizes, tensors=[], needed=LinearGradMask(False, (), ()),
@@ -119,11 +114,7 @@ def linear(
 
 def needs_wgrad(weights: Sequence[Tensor]) -> bool:
     """Return whether backward will need the input of these weights, for wgrad."""
-    if torch.is_grad_enabled():
-        for weight in weights:
-            if weight.requires_grad:
-                return True
-    return False
+    return torch.is_grad_enabled() and any([weight.requires_grad for weight in weights])
 
 
 _Backward = Callable[..., tuple[Tensor | None, ...]]
@@ -155,7 +146,7 @@ def in_step_of_forward(backward: _Backward) -> _Backward:
             return backward(ctx, *grads)
         if ctx.step is BETWEEN_GRAPHS:
             return outside(ctx, *grads)
-        with ctx.step.backward(grads):
+        with ctx.step.traced(grads):
             return backward(ctx, *grads)
 
     return run
@@ -226,7 +217,7 @@ def forward_gemms(
         prepared_weights, _ = weight_operands.read([x] * len(w_operands))
     for w, prepared, bias in zip(w_operands, prepared_weights, biases, strict=True):
         y = backend.matmul(x, w, dtype, transpose_b=True, bias=None if partial else bias, fast=fast, read=prepared)
-        y = y if x_shape is None else _with_leading(y, x_shape, split)
+        y = y if x_shape is None else shaped_as(y, x_shape, split)
         if partial:
             y = _summed(y, state.tp) if bias is None else _summed(y, state.tp) + bias.to(y.dtype)
         outputs.append(y)
@@ -311,11 +302,7 @@ class LinearBackward(NamedTuple):
         x_wgrad: WgradOperand | None = None,
         weight_operands: WeightOperands | None = None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Run `backward` on quantized output gradients; `weight_operands`: result of `self.weight_operands`, if any.
-
-        Contributions of several weights to the input gradient are summed in `weight_operands.out_dtype` and rounded
-        once.
-        """
+        """Run `backward` on quantized output gradients; `weight_operands`: result of `self.weight_operands`, if any."""
         weights, (needs_x, need_weights, _) = self.tensors[: self.num_weights], self.needed
         x_wgrad = x_wgrad or _from_saved(self.operand_metadata, self.tensors[self.num_weights :])
         if needs_x and weight_operands is None:
@@ -385,8 +372,8 @@ class LinearBackward(NamedTuple):
         if not dx_terms:
             return None
         if self.state.tp.size == 1:
-            return _with_leading(dx_terms[0], self.x_shape)
-        dx = _with_leading(dx_terms[0], self.x_shape, self.state.split(TensorRole.INPUT))
+            return shaped_as(dx_terms[0], self.x_shape)
+        dx = shaped_as(dx_terms[0], self.x_shape, self.state.split(TensorRole.INPUT))
         split = self.state.split(TensorRole.GRAD_OUTPUT)
         return _summed(dx, self.state.tp) if split is not None and split.dim == 1 else dx
 
@@ -398,10 +385,7 @@ def _all(first: list[GemmOperands], left: Iterator[GemmOperands]) -> Iterator[Ge
 
 
 def _add_up(summands: list[Tensor], is_last: bool, dtype: torch.dtype) -> None:
-    """Reduce `summands` in place to at most two or, after the last one, to their sum rounded to `dtype`.
-
-    Two are kept so that the three summands of queries, keys and values need only one pass for the sum.
-    """
+    """Reduce `summands` in place: to two, so that three need one pass, and after the last one to their rounded sum."""
     if is_last and len(summands) > 1:
         summands[:] = [kernel_dispatch.rounded_sum(summands, dtype)]
     elif len(summands) > 2:
@@ -455,25 +439,17 @@ def plain_linear(
     """Compute `linear` in high precision for one weight, weight `index` of a layer."""
     tokens = x.reshape(-1, x.shape[-1])
     if state is not None and state.wgrads is not None:
-        return shaped_as(PlainLinear.apply(tokens, (state.wgrads, index), weight, bias), x)
+        return shaped_as(PlainLinear.apply(tokens, (state.wgrads, index), weight, bias), x.shape)
     y = torch.nn.functional.linear(tokens, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    return shaped_as(y, x)
+    return shaped_as(y, x.shape)
 
 
-def shaped_as(y: Tensor, x: Tensor) -> Tensor:
-    """Reshape y [tokens, features] to the leading dims of x.
-
-    view() is not used because FSDP2 hooks the outputs of modules, and warns that an in-place operation could drop the
-    hook of a view.
-    """
-    return _with_leading(y, x.shape)
-
-
-def _with_leading(y: Tensor, shape: Sequence[int], split: OperandSplit | None = None) -> Tensor:
+def shaped_as(y: Tensor, shape: Sequence[int], split: OperandSplit | None = None) -> Tensor:
     """Reshape y [tokens, features] to the leading dims of `shape`; dim 0 is multiplied if `split` gathers rows."""
     if len(shape) == 2:
         return y
     first = shape[0] if split is None or split.dim != 0 else shape[0] * split.size
+    # not view(): FSDP2 hooks the outputs of modules, and warns that an in-place operation could drop a view's hook
     out: Tensor = torch.ops.aten._unsafe_view.default(y, [*(first, *shape[1:])[:-1], y.shape[-1]])
     return out
 

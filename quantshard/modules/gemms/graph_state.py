@@ -51,11 +51,7 @@ _modules: WeakValueDictionary[int, LinearModule] = WeakValueDictionary()
 
 
 def handle(module: LinearModule, device: torch.device) -> Tensor:
-    """Create a tensor whose address identifies a module.
-
-    A tensor, unlike an int, lets one compiled graph serve all modules, and a CUDA graph can hold it. Reading its
-    address does not synchronize. `device`: device of the weights.
-    """
+    """Create a tensor whose address identifies a module: unlike an int, it lets one graph serve all modules."""
     tensor = torch.empty(1, dtype=torch.uint8, device="cpu" if device.type == "meta" else device)
     if not private_torch.is_traced(tensor):
         _modules[private_torch.keep_address(tensor).data_ptr()] = module
@@ -70,12 +66,7 @@ def handle_beside(module: Any, current: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerStructure:
-    """One linear layer of a module, with one weight or several that read the same input.
-
-    `weights`: names of the weights in the module. `prefix`: prefix of the names of the amax histories. `record`:
-    whether amaxes are recorded (in training). `setting`: name of the autocast setting. `stored`: spec and shard of each
-    weight that is stored quantized, or None.
-    """
+    """One linear layer of a module; see `TracedLinear`. `stored`: spec and shard of each quantized weight, or None."""
 
     weights: tuple[str, ...]
     prefix: str
@@ -143,28 +134,18 @@ class GraphStep:
         self.after: Tensor | None = None
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Trace a forward."""
-        with graph_launch.traced_launches(self):
-            yield
-            self._record()
-
-    @contextmanager
-    def backward(self, grads: Sequence[Tensor | None]) -> Iterator[None]:
-        """Trace the backward of an autograd function that ran in `forward`."""
+    def traced(self, grads: Sequence[Tensor | None] = ()) -> Iterator[None]:
+        """Trace a forward or, with gradients of its outputs, a backward, and record its amaxes."""
         self.after = next((grad for grad in grads if grad is not None), None)
         with graph_launch.traced_launches(self):
             yield
-            self._record()
-
-    def _record(self) -> None:
-        for layer in self.layers:
-            if layer.slots:
-                new_amaxes = torch.stack(list(layer.slots.values()))
-                torch.ops.quantshard.record_amaxes(
-                    layer.module, layer.key, self.after is not None, layer.repeated, new_amaxes
-                )
-                layer.slots.clear()
+            for layer in self.layers:
+                if layer.slots:
+                    new_amaxes = torch.stack(list(layer.slots.values()))
+                    torch.ops.quantshard.record_amaxes(
+                        layer.module, layer.key, self.after is not None, layer.repeated, new_amaxes
+                    )
+                    layer.slots.clear()
 
     def state(self, module: Tensor, structure: LayerStructure, weights: Sequence[Tensor]) -> LinearState:
         """State of a layer whose weights are `weights`."""
@@ -226,8 +207,7 @@ class _GraphScale(DelayedScale):
     def __init__(self, amax: Tensor, slot: Tensor | None) -> None:
         self.amax, self.notes, self._slot = amax, slot is not None, slot
 
-    def slot(self, device: torch.device) -> Tensor:
-        assert self._slot is not None
+    def slot(self, device: torch.device) -> Any:
         return self._slot
 
 
@@ -235,25 +215,26 @@ class _GraphScale(DelayedScale):
 
 
 def live_module(handle: Tensor, weights: Sequence[str]) -> LinearModule:
-    """The module of a handle. `weights`: names of its weights, for the error if it was deleted."""
+    """The module of a handle, which has `weights`."""
     module = _modules.get(handle.data_ptr())
     if module is None:
         raise UnsupportedOperationError(f"the module of {', '.join(weights)!r} was deleted before backward; keep it")
     return module
 
 
-def _live_state(module: LinearModule, structure: LayerStructure) -> LinearState:
-    state = module._linear_state(structure.weights, structure.recipe, structure.prefix)
+def _live_state(module: Tensor, structure: LayerStructure) -> LinearState:
+    live = live_module(module, structure.weights)
+    state = live._linear_state(structure.weights, structure.recipe, structure.prefix)
     state.record = structure.record
     return state
 
 
-def _backward_call(structure: LayerStructure) -> LinearContext:
-    setting = settings.registered[structure.setting]
-    return LinearContext(setting.recipe, setting.amax_reduction_group, setting.strict)
-
-
-def _scales(structure: LayerStructure, call: LinearContext, state: LinearState, backward: bool) -> list[DelayedScale]:
+def _scales(
+    structure: LayerStructure, call: LinearContext | None, module: Tensor, backward: bool
+) -> list[DelayedScale]:
+    """The scales of the tensors that a pass of a layer scales by past amaxes. `call`: of a forward."""
+    state, setting = _live_state(module, structure), settings.registered[structure.setting]
+    call = call or LinearContext(setting.recipe, setting.amax_reduction_group, setting.strict)
     return [
         DelayedScale(role, spec, call, state, part)
         for role, part in structure.delayed_tensors(backward)
@@ -263,20 +244,15 @@ def _scales(structure: LayerStructure, call: LinearContext, state: LinearState, 
 
 def _read_amaxes(module: Tensor, key: str, after: Tensor | None) -> list[Tensor]:
     """Past amaxes, float32 [delayed tensors], and whether this is a recomputed forward, on the CPU."""
-    structure = structure_of(key)
-    live = live_module(module, structure.weights)
+    structure, call, is_repeated = structure_of(key), None, False
     pending_amaxes.drop_failed_backward()  # entering autocast does this in eager code, but leaves no trace in a graph
-    call = _backward_call(structure)
     if after is None:
-        layer = id(live), structure.weights
+        layer = id(live_module(module, structure.weights)), structure.weights
         call = recompute.linear_context(layer, any(structure.stored), structure.record, structure.setting)
-        if call.repeated:
+        if is_repeated := call.repeated:
             pending_amaxes.flush_after_backward()
-    scales = _scales(structure, call, _live_state(live, structure), after is not None)
-    return [
-        torch.stack([scale.amax for scale in scales]),
-        torch.tensor([call.repeated], dtype=torch.bool, device="cpu"),
-    ]
+    past = torch.stack([scale.amax for scale in _scales(structure, call, module, after is not None)])
+    return [past, torch.tensor([is_repeated], dtype=torch.bool, device="cpu")]
 
 
 def _read_amaxes_shapes(module: Tensor, key: str, after: Tensor | None) -> list[Tensor]:
@@ -298,8 +274,7 @@ def _record_amaxes(module: Tensor, key: str, backward: bool, repeated: Tensor, a
     """Record the new amaxes [delayed tensors] of a pass, unless it recomputed a forward or inferred shapes."""
     structure = structure_of(key)
     if not repeated:
-        state = _live_state(live_module(module, structure.weights), structure)
-        scales = _scales(structure, _backward_call(structure), state, backward)
+        scales = _scales(structure, None, module, backward)
         for scale, amax in zip(scales, amaxes.clone().unbind(), strict=True):
             if scale.notes:
                 scale.add(amax)
@@ -309,9 +284,7 @@ def _record_amaxes(module: Tensor, key: str, backward: bool, repeated: Tensor, a
 
 def _draw(module: Tensor, key: str, index: int, after: Tensor | None) -> list[Tensor]:
     """RNG key and stream of a weight, int64 [1, 2] as int32 on the CPU, and the number of its draw."""
-    structure = structure_of(key)
-    state = _live_state(live_module(module, structure.weights), structure)
-    rng_key, draw, stream = state.draw(index)
+    rng_key, draw, stream = _live_state(module, structure_of(key)).draw(index)
     number = torch.empty((), dtype=torch.int64, device=module.device).fill_(draw)
     return [torch.tensor([[rng_key, stream]], dtype=torch.int64, device="cpu").view(torch.int32), number]
 
@@ -342,11 +315,7 @@ def _fetch_copy_shapes(module: Tensor, key: str, index: int, names: list[str], a
 
 
 def _register(name: str, schema: str, body: Callable[..., Any], shapes: Callable[..., Any]) -> None:
-    full = f"quantshard::{name}"
-    torch.library.define(full, schema, tags=(torch.Tag.cudagraph_unsafe,))
-    torch.library.impl(full, "default", body)
-    torch.library.register_fake(full, shapes)
-    private_torch.keep_order(getattr(torch.ops.quantshard, name).default)
+    private_torch.keep_order(private_torch.define_operator(name, schema, body, shapes, torch.Tag.cudagraph_unsafe))
 
 
 _register("read_amaxes", "(Tensor module, str key, Tensor? after) -> Tensor[]", _read_amaxes, _read_amaxes_shapes)

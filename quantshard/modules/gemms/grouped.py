@@ -45,11 +45,7 @@ if kernels.USABLE:
 
 
 class ExpertsReader:
-    """Cache of the addresses of a layer's expert weights, for kernels.
-
-    Addresses stay valid as long as the storages are the same objects. Weights that FSDP2 has gathered move, so they are
-    collected on every call.
-    """
+    """Cache of the addresses of a layer's expert weights, for kernels, while the storages are the same objects."""
 
     def __init__(self) -> None:
         self._storages: list[ReferenceType[QuantizedStorage]] = []
@@ -62,14 +58,12 @@ class ExpertsReader:
     def read(self, weights: Sequence[QuantizedTensor], spec: QuantSpec | None) -> ExpertWeights | None:
         """Weights in the form that kernels read; None unless all are quantized by `spec`, split equally, resident."""
         storages = [weight.quantized_storage for weight in weights]
-        if (
-            self._expert_weights is not None
-            and self._weight_spec == spec
-            and [reference() for reference in self._storages] == storages
-        ):
+        is_same = self._weight_spec == spec and [reference() for reference in self._storages] == storages
+        if self._expert_weights is not None and is_same:
             return self._expert_weights
         self._expert_weights = None
         expert_weights = None if spec is None else _as_kernels_read(storages, spec)
+        # weights that FSDP2 has gathered move
         if not any([storage.gathered for storage in storages]):
             self._storages, self._weight_spec, self._expert_weights = list(map(ref, storages)), spec, expert_weights
         return expert_weights
@@ -131,12 +125,9 @@ class ExpertsLayer(NamedTuple):
         assert spec is not None
         if not spec.scaling.history:
             return None
-        forward_amaxes = self.call.amaxes.get((role, 0))
-        amaxes = (
-            delayed_scaling.history_amaxes(self.histories[role], spec.scaling.most_recent)
-            if forward_amaxes is None
-            else forward_amaxes
-        )
+        amaxes = self.call.amaxes.get((role, 0))
+        if amaxes is None:
+            amaxes = delayed_scaling.history_amaxes(self.histories[role], spec.scaling.most_recent)
         if role is TensorRole.INPUT:
             self.call.amaxes[role, 0] = amaxes
         return amaxes
@@ -150,8 +141,7 @@ class ExpertsLayer(NamedTuple):
     ) -> tuple[EncodedRows, EncodedRows]:
         """Quantize an input or output gradient [tokens, features] for its first GEMM and, if `second`, for wgrad.
 
-        A gradient that is not finite sets a scale of its expert to NaN. Codes saturate, so the gradient would otherwise
-        come out finite, and the optimizer would not skip the step.
+        A gradient that is not finite sets a scale of its expert to NaN, because codes saturate.
         """
         if isinstance(values, ExpertCodes):
             encoding = values.spec.format.copies[Orientation.ROWWISE].codes.encoding
@@ -166,23 +156,20 @@ class ExpertsLayer(NamedTuple):
         nan_flag = None
         if role is TensorRole.GRAD_OUTPUT:
             nan_flag = torch.ones(len(segments), dtype=torch.float32, device=values.device)
-        first_request, second_request = (
-            None
-            if spec is None
-            else QuantizeRequest(QuantizeSpec(spec.format.copies[Orientation.ROWWISE], spec.scaling))
-            for spec in self.call.recipe.activations[role]
-        )
-        assert first_request is not None
-        rowwise, columnwise = grouped_kernel.quantize_expert_blocks(
-            values, segments, first_request, second_request if second else None, nan_flag
+        specs = [spec for spec in self.call.recipe.activations[role] if spec is not None]
+        first_request, *more = [
+            QuantizeRequest(QuantizeSpec(spec.format.copies[Orientation.ROWWISE], spec.scaling)) for spec in specs
+        ]
+        targets = grouped_kernel.quantize_expert_blocks(
+            values, segments, first_request, more[0] if second else None, nan_flag
         )
         encoding = first_request.spec.copy.codes.encoding
-        first, *more = (
+        rows = [
             EncodedRows(target.codes, target.scale, encoding, self.block, nan_flag)
-            for target in (rowwise, columnwise)
+            for target in targets
             if target is not None and target.scale is not None
-        )
-        return first, more[0] if more else first
+        ]
+        return rows[0], rows[-1]
 
     def _for_wgrad(self, rows: EncodedRows, segments: ExpertSegments, is_needed: bool) -> EncodedRows:
         if not (self.is_native and is_needed):
@@ -248,23 +235,17 @@ def _segments(counts: Sequence[int] | Tensor, x: Tensor, unit: int) -> ExpertSeg
 
 
 def multiplies_codes(block: int, shape: Sequence[int], device: torch.device) -> bool:
-    """Return whether a kernel multiplies the codes of weights of such a shape as they are; see `ExpertsLayer.block`.
-
-    Tensor cores of Hopper and later GPUs do. Tiles are loaded from rows of a multiple of 16 bytes.
-    """
-    is_interpreted = device.type == "cpu"
+    """Return whether a kernel multiplies the codes of weights of such a shape as they are; see `ExpertsLayer.block`."""
     capability = hardware.capability_of(device)
-    has_tensor_cores = is_interpreted or (capability is not None and capability >= (9, 0))
+    # from Hopper on, or interpreted; tiles are loaded from rows of a multiple of 16 bytes
+    has_tensor_cores = device.type == "cpu" or (capability is not None and capability >= (9, 0))
     return block == 0 and has_tensor_cores and not any([size % 16 for size in shape])
 
 
 def are_readable(
     weights: Sequence[Tensor | None], biases: Sequence[Tensor], spec: QuantSpec | None, x: Tensor, reader: ExpertsReader
 ) -> TypeGuard[Sequence[QuantizedTensor]]:
-    """Return whether kernels can read these weights and biases: quantized by `spec`, equally split, on the device of x.
-
-    False for sharded weights and for weights that `QuantizedModule.weight_operand` would reject.
-    """
+    """Return whether kernels can read these weights and biases: quantized by `spec`, equally split, on x's device."""
     if set(map(type, weights)) != {QuantizedTensor}:
         return False
     quantized = cast("Sequence[QuantizedTensor]", weights)
@@ -281,10 +262,7 @@ def are_readable(
 
 
 def grouped_linear(x: Tensor, layer: ExpertsLayer) -> Tensor:
-    """Compute x @ w^T + b with each row's expert: rows x [tokens, in_features], weights [out_features, in_features].
-
-    The result has x's dtype.
-    """
+    """Compute x [tokens, in_features] @ w^T [in_features, out_features] + b with each row's expert, in x's dtype."""
     if layer.record and (stage := private_torch.running_stage()) is not None:
         if layer.histories:
             check_same_stage(layer.amax_group, stage)
@@ -352,19 +330,13 @@ class _ExpertsFunction(torch.autograd.Function):
 
 
 def multiplies_plain(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Return whether the grouped product supports x [tokens, in_features] and the values of these weights.
-
-    All must be in bfloat16 (nominally, if quantized) on one device, with rows of a multiple of 16 bytes.
-    """
+    """Return whether the grouped product supports x [tokens, in_features] and the values of these weights."""
     kinds = {(matrix.dtype, matrix.device) for matrix in (x, *weights)}
     return kinds == {(torch.bfloat16, x.device)} and not any(size * x.itemsize % 16 for size in weights[0].shape[-2:])
 
 
 class PlainExperts(NamedTuple):
-    """Experts in high precision. `weights`, `biases`: one each, or a stack of all, [experts, ...]; biases can be empty.
-
-    See `ExpertsLayer` for the other fields.
-    """
+    """Experts in high precision; see `ExpertsLayer`. `weights`, `biases`: of each, or a stack of all [experts, ...]."""
 
     weights: Sequence[Tensor]
     biases: Sequence[Tensor]
@@ -374,10 +346,7 @@ class PlainExperts(NamedTuple):
 
 
 def plain_grouped_linear(x: Tensor, layer: PlainExperts) -> Tensor:
-    """Compute x @ w^T + b with each row's expert: rows x [tokens, in_features], weights [out_features, in_features].
-
-    Quantized weights are dequantized in each pass.
-    """
+    """Compute `grouped_linear` in high precision; quantized weights are dequantized in each pass."""
     out: Tensor = _PlainExpertsFunction.apply(x, layer, *layer.weights, *layer.biases)
     return out
 

@@ -56,12 +56,10 @@ class WgradOperand:
         """Gather the pieces of all ranks. A collective call if the operand is split."""
         if self.split is None:
             return self
-        if isinstance(self.operand, QuantizedStorage):
-            return WgradOperand(operands.gather(self.operand, self.split), self.transposed)
-        values = operands.gather_values(self.operand, self.split)
-        if self.spec is None:
-            return WgradOperand(values, self.transposed)
-        return WgradOperand(operands.quantize_operand(values, self.spec, words=self.words), self.transposed)
+        whole = operands.gather(self.operand, self.split)
+        if self.spec is not None:
+            whole = operands.quantize_operand(whole, self.spec, words=self.words)
+        return WgradOperand(whole, self.transposed)
 
 
 class GemmOperands(NamedTuple):
@@ -86,12 +84,10 @@ def gemm_operands(
     weight_index: int = 0,
     weight_operands: WeightOperands | None = None,
 ) -> GemmOperands:
-    """Quantize an input or output gradient [tokens, features] for its two GEMMs.
+    """Quantize an input or output gradient [tokens, features] for its two GEMMs, once if that serves both.
 
-    If one quantization serves both GEMMs (square blocks, round to nearest), it runs once. An input whose tokens are
-    split over ranks is not gathered for wgrad yet.
-
-    `weight_operands`: the weights of the first GEMM, which the same kernel may swizzle.
+    An input whose tokens are split over ranks is not gathered for wgrad yet. `weight_operands`: the weights of the
+    first GEMM, which the same kernel may swizzle.
     """
     if isinstance(values, Tensor):
         like = values = values if type(values) is Tensor else private_torch.plain(values)
@@ -107,11 +103,7 @@ def gradient_operands(
     usages: Sequence[OperandUsage],
     weight_operands: WeightOperands | None = None,
 ) -> Iterator[GemmOperands]:
-    """Quantize the output gradients [tokens, features] of a layer, one for each weight.
-
-    One kernel quantizes adjacent gradients of equal shape, strides, dtype and usage. `weight_operands`: as in
-    `gemm_operands`.
-    """
+    """Call `gemm_operands` for each weight's output gradient. One kernel quantizes adjacent gradients of one kind."""
     role = TensorRole.GRAD_OUTPUT
     if len(grads) == 1:
         yield gemm_operands(grads[0], role, call, state, usages[0], weight_operands=weight_operands)
@@ -176,12 +168,8 @@ def operands_together(
 class OperandRequest:
     """Request to quantize the input, or the output gradient of one weight, of a layer.
 
-    `like`: tensor with the shape and dtype of the values; no reference to it is kept. `plan`: the plan of an equal
-    request, if there is one.
-
-    Attributes:
-        plan: how the values are quantized, from the plans of the layer.
-        known: the amax to scale by, if it is known: from the history, or in backward the amax of forward.
+    `like`: tensor with the shape and dtype of the values; no reference to it is kept. `plan`: that of an equal request,
+    if any, otherwise of the layer. `known`: the amax to scale by: from the history, or in backward that of forward.
     """
 
     plan: Any  # a KernelPlan, except in `run_oracle`
@@ -332,8 +320,7 @@ class OperandRequest:
             self.watching.see(values, piece)
         first_operand = piece
         if token_split is not None and (usage.for_first_gemm or (plan.shared and plan.is_gradient)):
-            gather: Any = operands.gather_values if isinstance(piece, Tensor) else operands.gather
-            first_operand = gather(piece, token_split)
+            first_operand = operands.gather(piece, token_split)
         if not usage.for_wgrad:
             # not values[:0]: a view keeps all values alive
             return first_operand, WgradOperand(values.new_empty(0), False)

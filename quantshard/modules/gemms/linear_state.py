@@ -52,10 +52,7 @@ class LayerPlans:
         self, recipe: Recipe, role: TensorRole, like: Tensor, usage: OperandUsage, delayed: bool, stored: bool,
         whole: bool,
     ) -> OperandPlan:  # fmt: skip
-        """The plan of an input or output gradient with the shape and dtype of `like`.
-
-        `whole`: the matrix is not split over ranks. `delayed`, `stored`: see `producers.KernelPlan`.
-        """
+        """The plan of an input or output gradient; see `producers.KernelPlan`. `whole`: it is not split over ranks."""
         planned_for, plans = self.planned
         if recipe is not planned_for:
             if recipe != planned_for:
@@ -70,13 +67,12 @@ class LayerPlans:
         if plan is None:
             if len(plans) >= MOST_PLANS:
                 plans.clear()
-            on_kernels = whole and kernel_dispatch.has_kernels(like)
-            fits = on_kernels and producers.can_quantize(like.dtype, recipe.activations[role])
-            plan = plans[key] = (
-                producers.KernelPlan(recipe, role, usage, like, delayed, stored)
-                if fits
-                else OperandPlan(recipe, role, usage)
-            )
+            has_kernels = whole and kernel_dispatch.has_kernels(like)
+            if has_kernels and producers.can_quantize(like.dtype, recipe.activations[role]):
+                plan = producers.KernelPlan(recipe, role, usage, like, delayed, stored)
+            else:
+                plan = OperandPlan(recipe, role, usage)
+            plans[key] = plan
         return plan
 
 
@@ -125,11 +121,7 @@ class LinearState:
         return self.layers if role is TensorRole.INPUT else (self.layers[weight_index],)
 
     def draw(self, weight_index: int) -> tuple[Any, int | Tensor, Any]:
-        """Draw random bits for the gradient of one weight's output: key, number of the draw, and stream.
-
-        Ranks that work on different data have different streams. Ranks of one tensor-parallel group share a stream,
-        which is indexed by position in the global tensor.
-        """
+        """Draw random bits for the gradient of one weight's output: key, number of the draw, and stream of the data."""
         if self.graph is not None:
             result: tuple[Any, Tensor, Any] = self.graph.draw(weight_index)
             return result

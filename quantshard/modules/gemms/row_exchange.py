@@ -28,10 +28,7 @@ if kernels.USABLE:
 
 
 class ExpertCodes(NamedTuple):
-    """Codes of the rows of this rank's experts, uint8 [rows, features], and the scale of each expert, float32.
-
-    The scale of a gradient that is not finite is NaN.
-    """
+    """Codes of the rows of this rank's experts, uint8 [rows, features], and the scale of each, float32 (may be NaN)."""
 
     codes: Tensor
     scales: Tensor
@@ -53,10 +50,7 @@ class RowExchange(NamedTuple):
     def receive(
         self, values: Tensor, role: TensorRole, call: LinearContext, needs_values: bool = False
     ) -> Tensor | ExpertCodes:
-        """Return the operand of this role, with the rows of this rank's experts. A collective call.
-
-        `needs_values`: whether the operand is also read in high precision.
-        """
+        """Return the operand of this role, with the rows of this rank's experts. A collective call."""
         route = self.route
         if route is None or role is not self.role:
             return values
@@ -95,8 +89,7 @@ def _spec_of_codes(call: LinearContext, role: TensorRole) -> QuantSpec | None:
 
 
 def _spec_of_rows(call: LinearContext, role: TensorRole, dtype: torch.dtype) -> QuantSpec | None:
-    """Return how rows of this role are quantized for their first product if `dtype` represents the result exactly and
-    each row has its own scales; otherwise None."""
+    """Return how rows of this role are quantized, if with scales of their own, and exactly in `dtype`; or None."""
     spec, _ = call.recipe.activations[role]
     if spec is None or dtype not in (torch.bfloat16, torch.float32):
         return None

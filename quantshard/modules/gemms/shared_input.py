@@ -54,13 +54,11 @@ class InputReader:
         self._read = 0
 
     def operands(self, x: Tensor, call: LinearContext, state: LinearState, keeps: bool) -> GemmOperands:
-        """Operands of a layer's input for fprop and, if `keeps`, for wgrad; from the cache if possible.
-
-        Nothing is shared if layers would quantize to different codes: by histories or random bits of their own.
-        """
+        """Operands of a layer's input for fprop and, if `keeps`, for wgrad; from the cache if possible."""
         recipe, last = call.recipe, self.shared.last
         key: tuple[int, SpecPair, bool] | None = None
         pair = recipe.activations[TensorRole.INPUT]
+        # histories or random bits of its own give a layer other codes
         is_own = None in pair or TensorRole.INPUT in recipe.histories or recipe.input_draws
         if not (is_own or x.is_inference()):
             key = private_torch.in_place_changes(x), pair, keeps

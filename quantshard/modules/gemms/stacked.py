@@ -32,12 +32,8 @@ from quantshard.tensor.storage import QuantizedStorage
 
 
 class StackedLayer(NamedTuple):
-    """The linear layers of a stack of experts, ready to be called.
-
-    `bias`: [experts, out_features] or None. `counts`: number of rows of each expert. `is_transposed`: the
-    matrices are stored as [in_features, out_features]. `data_group`, `record`: see `LinearState`. `exchange`: exchange
-    of rows with other ranks, before or after the product.
-    """
+    """The linear layers of a stack of experts, ready to be called; see `grouped.ExpertsLayer` and `LinearState`.
+    `bias`: [experts, out_features] or None."""
 
     weight: QuantizedTensor
     bias: Tensor | None
@@ -50,10 +46,7 @@ class StackedLayer(NamedTuple):
     exchange: RowExchange = NO_EXCHANGE
 
     def experts(self, role: TensorRole) -> Iterator[PreparedLinear]:
-        """Yield the layer of each expert, for the pass that quantizes activations of this role.
-
-        Random words have a key for each expert and one draw for all, so that the number of draws is equal on all ranks.
-        """
+        """Yield the layer of each expert, for the pass that quantizes activations of this role."""
         storage = self.weight.quantized_storage
         copies = tuple(storage.spec.format.copies)
         storage = storage.with_copy(copies[0 if role is TensorRole.INPUT else -1])  # once for all experts
@@ -63,6 +56,7 @@ class StackedLayer(NamedTuple):
             storage = replace(storage, components=storage.components | scales)
         specs = self.call.recipe.activations[role]
         stochastic = any(spec is not None and spec.scaling.stochastic_rounding for spec in specs)
+        # a key for each expert, and one draw for all, so that the number of draws is equal on all ranks
         draws = storage.state[RNG_DRAWS].clone()
         if stochastic:
             next_draw(storage.state)
@@ -150,14 +144,10 @@ class _StackFunction(torch.autograd.Function):
         grad = layer.exchange.receive(private_torch.plain(grads[0]), TensorRole.GRAD_OUTPUT, layer.call, needs[1])
         parts, experts = _split(grad, layer.counts), layer.experts(TensorRole.GRAD_OUTPUT)
         for part, expert, (forward, count) in zip(parts, experts, ctx.experts, strict=True):
-            saved_tensors, tensors = tensors[:count], tensors[count:]
-            backward = forward._replace(state=expert.state).with_saved(
-                [*expert.weights, *saved_tensors], needs_x, needs
-            )
-            if isinstance(part, Tensor):
-                dx_part, (dweight, dbias) = backward.backward([part])
-            else:
-                dx_part, (dweight, dbias) = backward.gradients(iter([part]))
+            saved, tensors = [*expert.weights, *tensors[:count]], tensors[count:]
+            backward = forward._replace(state=expert.state).with_saved(saved, needs_x, needs)
+            results = backward.backward([part]) if isinstance(part, Tensor) else backward.gradients(iter([part]))
+            dx_part, (dweight, dbias) = results
             dx.append(dx_part)
             dweights.append(dweight)
             dbiases.append(dbias)

@@ -128,8 +128,7 @@ def _by_weight(result: Tensor, indices: Sequence[int]) -> Sequence[Tensor]:
 def in_two_passes(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the backward of a layer: a pass that needs no gradients of weights leaves them to the next pass.
 
-    `ctx.num_inputs` (default 1) tensors among the first two arguments of the function are inputs, the others
-    parameters.
+    The first `ctx.num_inputs` (default 1) tensor arguments of the function are inputs, the others parameters.
     """
 
     @functools.wraps(backward)
@@ -208,9 +207,8 @@ class PlainLinear(torch.autograd.Function):
 
 
 class WeightGradients(NamedTuple):
-    """Where the weight gradients of one call go.
+    """Where the weight gradients of one call go: whether they are added to `main_grad`, or replace (`overwrites`) it.
 
-    `params`, `names`: of the weights. `adds`: gradients are added to `main_grad`. `overwrites`: they replace it.
     `delayed`: name of a weight -> work for `backward_dw`; None: gradients are computed in backward.
     """
 
