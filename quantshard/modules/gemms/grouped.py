@@ -55,9 +55,8 @@ class ExpertsReader:
     def __reduce__(self) -> Any:
         return ExpertsReader, ()  # a copied module has other weights
 
-    def read(self, weights: Sequence[QuantizedTensor], spec: QuantSpec | None) -> ExpertWeights | None:
+    def read(self, storages: list[QuantizedStorage], spec: QuantSpec | None) -> ExpertWeights | None:
         """Weights in the form that kernels read; None unless all are quantized by `spec`, split equally, resident."""
-        storages = [weight.quantized_storage for weight in weights]
         is_same = self._weight_spec == spec and [reference() for reference in self._storages] == storages
         if self._expert_weights is not None and is_same:
             return self._expert_weights
@@ -219,12 +218,13 @@ class ExpertsLayer(NamedTuple):
     def operands(self) -> ExpertWeights:
         """Weights in the form that kernels read."""
         spec = self.call.recipe.weight
-        weights = self.reader.read(self.weights, spec)
+        storages = [weight.quantized_storage for weight in self.weights]
+        weights = self.reader.read(storages, spec)
         assert weights is not None and spec is not None, "`are_readable` said so"
         if not self.is_native:
             return weights
         name = spec.format.copies[Orientation.ROWWISE].codes.name
-        codes = [weight.quantized_storage.components[name] for weight in self.weights]
+        codes = [storage.components[name] for storage in storages]
         return weights._replace(codes=codes[0] if self.is_stack else torch.cat(codes))
 
 
@@ -254,10 +254,10 @@ def are_readable(
         return False
     if biases and not _lie_together(biases, x.get_device()):
         return False
-    gathered = [storage for weight in quantized if (storage := weight.quantized_storage).gathered]
-    if any([storage.is_stale for storage in gathered]):
+    storages = [weight.quantized_storage for weight in quantized]
+    if any([storage.gathered and storage.is_stale for storage in storages]):
         return False
-    expert_weights = reader.read(quantized, spec)
+    expert_weights = reader.read(storages, spec)
     return expert_weights is not None and expert_weights.table.device == x.device
 
 

@@ -220,8 +220,9 @@ class _Twins:
         memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()}
         names = {id(module): name for name, module in model.named_modules()}
         self.model = copy.deepcopy(model, memo).train()
-        if hasattr(getattr(self.model, "config", None), "use_cache"):
-            self.model.config.use_cache = False  # as in training; a cache would keep what layers compute again
+        config: Any = getattr(self.model, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False  # as in training; a cache would keep what layers compute again
         self.layers = [self.model.get_submodule(names[id(layer)]) for layer in layers]
         for layer in self.layers if checkpointed else ():
             layer.forward = partial(checkpoint, layer.forward)

@@ -160,7 +160,7 @@ def test_shards_are_those_of_the_files(tmp_path: Path) -> None:
 
 
 def test_the_snippet_of_the_page(tmp_path: Path) -> None:
-    (snippet, *_) = snippets("docs/existing-models.md", "py")
+    (snippet,) = (text for text in snippets("docs/existing-models.md", "py") if "training_config(served" in text)
     files = served.publish(tmp_path / "served", "deepseek")
     names: dict[str, Any] = {"served": tmp_path / "served", "tuned": tmp_path / "tuned"}
     exec(snippet, names | {"train": step})
