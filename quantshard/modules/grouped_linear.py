@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -24,6 +25,7 @@ from quantshard.modules.base import checks
 from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.base.module import QuantizedModule, by_own_recipe
 from quantshard.modules.contexts import context, recompute
+from quantshard.modules.contexts.context import InitPlan
 from quantshard.modules.gemms import functional, grouped, linear_state
 from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.recipe import Recipe, TensorRole
@@ -100,32 +102,41 @@ class GroupedLinear(QuantizedModule):
                 parameter_state.random_key()
         self._weight_names = [layer.weights[0] for layer in self._layers]
         self._bias_names = [layer.biases[0] for layer in self._layers]
+        prefixes = [layer.prefix for layer in self._layers]
+        self._history_names = {role: [p + name for p in prefixes] for role, name in linear_state.HISTORIES.items()}
         self._set_wgrad_options(fuse_wgrad_accumulation, delay_wgrad_compute)
+        self._note_spread()
 
-    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        super().register_parameter(name, param)
-        self._note_spread(param)
-
-    def _note_spread(self, *params: Tensor | None) -> None:
+    def _note_spread(self) -> None:
         """Mark parameters as spread over ranks, for optimizers. After `fully_shard`, their mesh says so instead."""
         if (expert_axis := self._spread_axis) is not None:
-            for param in params:
-                if param is not None:
-                    process_groups.spread_over(param, expert_axis.get_group())
+            for param in self.parameters(recurse=False):
+                process_groups.spread_over(param, expert_axis.get_group())
 
     @property
     def _spread_axis(self) -> DeviceMesh | None:
         """Mesh axis with more than one rank over which the experts are distributed, or None."""
         return self.ep_mesh if self.ep_mesh is not None and self.ep_mesh.size() > 1 else None
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialize all parameters; see `QuantizedModule.reset_parameters`."""
+        super().reset_parameters()
+        self._note_spread()
+
+    def take_plan(self, plan: InitPlan, name: str, has_own_recipe: bool) -> None:
+        """Convert to an init plan; see `QuantizedModule.take_plan`."""
+        super().take_plan(plan, name, has_own_recipe)
+        self._note_spread()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedLinear:
         super()._apply(fn, recurse)
-        self._note_spread(*self.parameters(recurse=False))
+        self._note_spread()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._note_spread(*self.parameters(recurse=False))
+        self._note_spread()
 
     def is_traced(self, setting: str, inp: Tensor) -> bool:
         return False  # splits would be constants of graphs, and differ each time
@@ -239,12 +250,13 @@ class GroupedLinear(QuantizedModule):
         """Return the amax histories of all experts that the recipe needs."""
         histories_by_role: dict[TensorRole, Sequence[Tensor]] = {}
         for role, length in recipe.histories.items():
-            histories_by_role[role] = [
-                linear_state.activation_history(
-                    self, layer.prefix + linear_state.HISTORIES[role], length, layer.weights[0], recipe
-                )
-                for layer in self._layers
-            ]
+            names = self._history_names[role]
+            histories = private_torch.registered_buffers(self, names)
+            if any([history is None or history.numel() != length for history in histories]):
+                make = partial(linear_state.activation_history, self)
+                pairs = zip(names, self._weight_names, strict=True)
+                histories = [make(name, length, weight, recipe) for name, weight in pairs]
+            histories_by_role[role] = histories
         return histories_by_role
 
     def _checked_splits(self, m_splits: Sequence[int] | Tensor, tokens: Tensor) -> list[int] | Tensor:
@@ -300,6 +312,8 @@ class GroupedLinear(QuantizedModule):
         """Load this rank's experts from a state dict that can have more experts."""
         entries = {key: v for key, v in state_dict.items() if not self.is_held_elsewhere(key.removeprefix(prefix))}
         super()._load_from_state_dict(entries, prefix, *args)
+        # assign=True replaced the parameters
+        self._note_spread()
 
     def extra_repr(self) -> str:
         local = "" if self.ep_mesh is None else f", held={self.local_gemms.start}..{self.local_gemms.stop - 1}"

@@ -212,9 +212,13 @@ def _table(t: Tensor, freqs: Tensor, layout: HeadLayout, positions: Tensor | Non
 def _cached_table(t: Tensor, freqs: Tensor, length: int, tensor_format: str) -> RotaryTable:
     # not for angles that are differentiated, traced or rewritten by graph replays, nor in inference mode, whose tables
     # autograd cannot save
-    is_rewritten = private_torch.is_traced(freqs) or kernel_dispatch.is_capturing()
-    is_inference = torch.is_inference_mode_enabled() or freqs.is_inference()
-    is_cached = not (freqs.requires_grad or is_rewritten or is_inference)
+    is_cached = not (
+        freqs.requires_grad
+        or private_torch.is_traced(freqs)
+        or torch.is_inference_mode_enabled()
+        or freqs.is_inference()
+        or kernel_dispatch.is_capturing()
+    )
     key = id(freqs)
     if is_cached:
         # another stream would have to wait for the one that computes the table

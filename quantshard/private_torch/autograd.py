@@ -100,6 +100,11 @@ def registered_buffer(module: nn.Module, name: str) -> Tensor | None:
     return module._buffers.get(name)
 
 
+def registered_buffers(module: nn.Module, names: Iterable[str]) -> list[Any]:
+    """`registered_buffer` of each name, for layers with many experts."""
+    return [module._buffers.get(name) for name in names]
+
+
 HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",

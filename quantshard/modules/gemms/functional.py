@@ -419,16 +419,13 @@ def _plain_linears(
     tp = state.tp
     if tp.mode == "column":
         x = tensor_parallel.gather_rows(x, tp) if tp.sequence_parallel else tensor_parallel.copy_to_group(x, tp)
-    if tp.mode != "row" or tp.size == 1:
-        pairs = enumerate(zip(weights, biases, strict=True))
-        return tuple(plain_linear(x, weight, bias, state, index) for index, (weight, bias) in pairs)
-    outputs = []
+    are_partial, outputs = tp.mode == "row" and tp.size > 1, []
     for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        y = _summed(plain_linear(x, weight, None, state, index), tp)
-        if bias is not None:
-            y = tensor_parallel.add_bias(
-                y, tensor_parallel.all_reduce_gradient(bias, tp) if tp.sequence_parallel else bias
-            )
+        y = plain_linear(x, weight, None if are_partial else bias, state, index)
+        y = _summed(y, tp) if are_partial else y
+        if are_partial and bias is not None:
+            bias = tensor_parallel.all_reduce_gradient(bias, tp) if tp.sequence_parallel else bias
+            y = tensor_parallel.add_bias(y, bias)
         outputs.append(y)
     return tuple(outputs)
 
