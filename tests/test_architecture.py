@@ -138,4 +138,4 @@ def test_the_spine_can_be_read_in_a_day() -> None:
 def test_the_package_stays_small() -> None:
     """Before code is added, code that it replaces goes. A capability that needs more lines raises the limit."""
     sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
-    assert len(sources) <= 300 and sum(len(source.splitlines()) for source in sources) <= 55_400
+    assert len(sources) <= 300 and sum(len(source.splitlines()) for source in sources) <= 53_000

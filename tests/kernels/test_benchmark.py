@@ -35,7 +35,8 @@ def test_a_line_for_each_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     errors = [told.pop(name) for name in list(told) if name.startswith(several)]
     assert told == {
         "transpose of bytes": "False |", "sum of gradients": "True |", "counts and amax of values": "True |",
-        "experts' rows of tokens": "True |", "codes of experts, current": "True |", "codes of experts, delayed": "True |",
+        "experts' rows of tokens": "True |", "codes of experts, current": "True |",
+        "codes of experts, delayed": "True |",
     }  # fmt: skip
     assert len(errors) > 5 and set(errors) == {"True |"}
 
