@@ -13,9 +13,13 @@ from torch.optim import Optimizer
 from quantshard import private_torch
 from quantshard.checkpoints import optimizer_states
 from quantshard.checkpoints.conversions import HIGH_PRECISION
+from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.optimizer_states import GROUPS, STATES, Entries, ParameterNumbers
+from quantshard.checkpoints.safe_read import SafeReader
+from quantshard.checkpoints.saving import digest
 from quantshard.errors import CheckpointError
+from quantshard.formats import FORMATS
 from quantshard.numerics.states import ROUNDING_SEED
 from quantshard.optimizers.loading import check_group, own_settings
 from quantshard.tensor import component_loading, components
@@ -163,3 +167,29 @@ def _differing(stored: Iterable[str], live: Iterable[str], prefix: str) -> tuple
 
 def _pairs(stored: Entries, live: Mapping[str, Any], prefix: str) -> list[tuple[str, STORAGE_TYPES, Any]]:
     return [(key, stored[key], live[key]) for key in sorted(stored.keys() & live.keys()) if key.startswith(prefix)]
+
+
+_SUFFIXES = {"", *(part.key_suffix for fmt in FORMATS.values() for part in fmt.components)}
+
+
+def check_ties(reader: SafeReader, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Check that tied weights have equal values in the checkpoint; each rank compares some of the pairs."""
+    first_names: dict[nn.Parameter, str] = {}
+    groups = [] if optimizer is None else optimizer.param_groups
+    stepped_ids = {id(param) for group in groups for param in group["params"]}
+    pairs = [
+        (first_names[param], name)
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if first_names.setdefault(param, name) != name and id(param) not in stepped_ids
+    ]
+    for first, alias in pairs[agreement.rank() :: agreement.rank_count()]:
+        values, alias_values = (
+            {
+                suffix: digest(reader.value(f"model.{name}{suffix}"))
+                for suffix in _SUFFIXES
+                if f"model.{name}{suffix}" in reader.entries
+            }
+            for name in (first, alias)
+        )
+        if values and alias_values and values != alias_values:
+            raise CheckpointError(f"{reader.path}: {alias} and {first}, which are tied in this model, differ")

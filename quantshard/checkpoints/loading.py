@@ -175,6 +175,7 @@ def plan_load(request: LoadRequest, reader: SafeReader, format_tags: Mapping[str
     fit.check_model(request.path, stored, live, None if request.requantize and request.lossy else casts)
     if optimizer is not None:
         fit.check_optimizer(request.path, stored, live, optimizer)
+    fit.check_ties(reader, request.model, optimizer)
     object_keys, settings = _settings(request, reader, live)
     targets = {key: value for key, value in live.items() if key not in object_keys}
     ignored |= (stored.keys() - live.keys()) | (object_keys - settings.keys())
