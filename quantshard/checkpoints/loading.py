@@ -51,7 +51,7 @@ def load(
             a manifest is loaded with a NoManifestWarning.
 
     Returns:
-        The saved `extra` entries. A weight that is tied in this model gets the values of its last name.
+        The saved `extra` entries.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, or of another model, recipe or optimizer. Nothing has
