@@ -225,7 +225,9 @@ class ExpertsLayer(NamedTuple):
             return weights
         name = spec.format.copies[Orientation.ROWWISE].codes.name
         codes = [storage.components[name] for storage in storages]
-        return weights._replace(codes=codes[0] if self.is_stack else torch.cat(codes))
+        # tiles are loaded from an address that is a multiple of 16
+        stack = codes[0] if self.is_stack and weights.aligned else torch.cat(codes)
+        return weights._replace(codes=stack)
 
 
 def _segments(counts: Sequence[int] | Tensor, x: Tensor, unit: int) -> ExpertSegments:
