@@ -218,7 +218,7 @@ REFUSALS: Final[dict[str, Limit]] = {
     "copied values": Limit(
         "copy_ does not quantize values",
         "scales need the amaxes of all ranks",
-        "use quantshard.requantize_ on every rank, checkpoints.load_high_precision for values, load_state_dict for "
+        "use quantshard.requantize_ on every rank, checkpoints.load_high_precision for values, load_from_rank0 for "
         "codes, quantshard.broadcast_(model) before DDP(init_sync=False), FusedAdam(ema_decay=0.999) for averages",
     ),
     "replaced weight": Limit(

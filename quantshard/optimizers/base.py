@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import abstractmethod
 from collections.abc import Container, Mapping, Sequence
@@ -32,8 +33,8 @@ RANGES: Final = {
     "betas": (0.0, _BELOW_ONE),
     "momentum": (0.0, _BELOW_ONE),
     EMA_DECAY: (0.0, _BELOW_ONE),
-    "max_grad_norm": (0.0, 3e38),
-    "max_grad_value": (0.0, 3e38),
+    "max_grad_norm": (0.0, math.inf),
+    "max_grad_value": (0.0, math.inf),
 }
 
 COUNTERS: Final = ("step", "skipped_steps", "skipped_in_a_row")
@@ -58,7 +59,7 @@ def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) ->
                 continue
             if not isinstance(number, int | float | Tensor) or not lowest <= number <= highest:
                 bound = "less than 1 (in float32)" if highest < 1 else f"at most {highest:g}"
-                raise ConfigurationError(f"{where}: {name}={value!r} must be finite, at least {lowest:g} and {bound}")
+                raise ConfigurationError(f"{where}: {name}={value!r} must be at least {lowest:g} and {bound}")
 
 
 def rounding_seed(params: Sequence[Tensor]) -> int:

@@ -56,8 +56,9 @@ def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Com
         (r0, r1), (c0, c1) = shard.resident(component)
         source = source.flatten(0, -2)[r0:r1, c0:c1].reshape(target.shape)
     if component is not None and source.dtype != target.dtype:
-        problem = f"a {source.dtype} tensor cannot be loaded as {component.encoding.name} {component.role.value}"
-        remedy = "for high-precision weights call checkpoints.load_high_precision(model, state_dict)"
+        dtype = str(source.dtype).removeprefix("torch.")
+        problem = f"a {dtype} tensor cannot be loaded as {component.encoding.name} {component.role.value}"
+        remedy = "for high-precision weights call quantshard.checkpoints.load_high_precision(model, state_dict)"
         raise CheckpointError(f"{key}: {problem}; {remedy}")
     if source.shape != target.shape or (isinstance(value, DTensor) and value.shape != live.shape):
         actual = f"{tuple(value.shape)} (local {tuple(source.shape)}) in the state dict"

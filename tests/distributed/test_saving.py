@@ -312,7 +312,7 @@ REFUSED = {
     "without 0.weight": ("the state dict lacks 0.weight;", "load all components or none"),
     "without 0.weight_scale_inv": ("the state dict lacks 0.weight_scale_inv;", "load all components or none"),
     "without 1.bias": ("Missing optimizer state for parameter '1.bias'",),
-    "broadcast": ("load_high_precision(model, state_dict)", "load_from_rank0"),
+    "broadcast": ("checkpoints.load_high_precision", "load_from_rank0"),
     "meta": ("0.weight is on the meta device", "call to_empty() first"),
 }
 

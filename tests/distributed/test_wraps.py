@@ -417,7 +417,7 @@ REFUSED = {
     one_different_code: "'2.weight'",
     different_models: "build the same model",
     different_scaling: "build the same model",
-    stale: "old values",
+    stale: "before its last update",
     copy_of_sharded: "does not support deepcopy",
     tied_apart: "the tied 1.weight and 2.weight twice",
 }
