@@ -59,7 +59,7 @@ def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) ->
                 continue
             if not isinstance(number, int | float | Tensor) or not lowest <= number <= highest:
                 bound = "less than 1 (in float32)" if highest < 1 else f"at most {highest:g}"
-                raise ConfigurationError(f"{where}: {name}={value!r} must be at least {lowest:g} and {bound}")
+                raise ConfigurationError(f"{where}: {name}={value!r} must be finite, at least {lowest:g} and {bound}")
 
 
 def rounding_seed(params: Sequence[Tensor]) -> int:
