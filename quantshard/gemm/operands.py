@@ -202,7 +202,7 @@ def gathers_codes(spec: QuantSpec, shape: tuple[int, int], split: OperandSplit) 
 
 
 def gather(operand: Operand, split: OperandSplit) -> Any:
-    """Gather the whole matrix, in one collective, from shards of values [R, C] or those of `quantize_operand`."""
+    """Gather the whole matrix from shards of values [R, C] or of a quantized operand. One collective call."""
     if split.size == 1:
         return operand
     if isinstance(operand, Tensor):

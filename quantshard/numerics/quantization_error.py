@@ -54,7 +54,7 @@ def add_error(
 ) -> None:  # fmt: skip
     """Add a matrix x [R, C] and its quantized components of one copy that the rectangle touches.
 
-    `sums`, `extremes`: [copies, columns], of which the first row is updated in place; kernels use all rows.
+    `sums`, `extremes`: [copies, columns]. The first row is updated in place; the other rows are for kernels.
     `hadamard`: x was quantized after `hadamard16`. `partial`: kernels sample a part of x.
     """
     x = hadamard16(x) if hadamard else x

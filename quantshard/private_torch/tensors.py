@@ -177,7 +177,8 @@ def is_strided_over(placement: Placement, inner: int) -> bool:
 
 
 def cut_dims(placements: Iterable[Placement], ndim: int = 2) -> list[int | None]:
-    """For each mesh axis the dim that it shards, or None; in a stack of matrices (`ndim` 3) that of the one matrix."""
+    """Return the dim that each mesh axis shards, or None. `ndim` 3: a stack of matrices; dims are those of one matrix
+    with all their rows."""
     dims = [None if placement.is_replicate() else int(placement.dim) for placement in placements]  # type: ignore[attr-defined]
     return [None if dim is None else max(dim - max(ndim - 2, 0), 0) for dim in dims]
 

@@ -152,7 +152,7 @@ class CheckpointModel(WeightReader):
         return self._read(weight, frozenset(Role) - {Role.CODES})
 
     def _read(self, weight: ModelWeight, roles: frozenset[Role]) -> dict[str, Tensor]:
-        """Read components of a weight; those of a stack become matrices."""
+        """Read components of a weight. Components of a stack of matrices are joined to one matrix along the rows."""
         keys = {c.name: self._prefix + weight.name + c.key_suffix for c in weight.format.components if c.role in roles}
         return {name: self._tensor(key).flatten(0, -2) for name, key in keys.items()}
 

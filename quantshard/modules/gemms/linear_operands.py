@@ -168,8 +168,9 @@ def operands_together(
 class OperandRequest:
     """Request to quantize the input, or the output gradient of one weight, of a layer.
 
-    `like`: tensor with the shape and dtype of the values; no reference to it is kept. `plan`: that of an equal request,
-    if any, otherwise of the layer. `known`: the amax to scale by: from the history, or in backward that of forward.
+    `like`: tensor with the shape and dtype of the values; no reference to it is kept. `plan`: the kernel plan of an
+    equal request, or None to look one up in the layer's plans. `known`: the amax to scale by, from the amax history or,
+    if backward quantizes an input again, from forward; None to measure it.
     """
 
     plan: Any  # a KernelPlan, except in `run_oracle`

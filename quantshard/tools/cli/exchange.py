@@ -44,7 +44,7 @@ MAP = Option(
 RECIPE = Option(
     None,
     "--recipe",
-    help=f"one of {', '.join(recipe.CHOICES)} ({recipe.AUTO_HELP}); by GEMM or by layer as of train. Default: that of "
+    help=f"one of {', '.join(recipe.CHOICES)} ({recipe.AUTO_HELP}); by GEMM or by layer as in train. Default: as in "
     f"the files, or {recipe.AUTO}",
     show_default=False,
 )

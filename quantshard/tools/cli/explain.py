@@ -79,12 +79,12 @@ def plan(
     mesh: str | None = Option(
         None,
         metavar="AXES",
-        help=f"such as dp_shard=64,tp=8; {_ALONE}: one process without FSDP2. Default: that of a run",
+        help=f"such as dp_shard=64,tp=8; {_ALONE}: one process without FSDP2. Default: the mesh of the run",
     ),
     rank: int = Option(0, min=0, help="rank to show"),
     recipe_: str | None = RECIPE,
     optimizer: str | None = Option(
-        None, metavar="NAME", help=f"{', '.join(ALGORITHMS)}. Default: that of a run, or {ADAMW}"
+        None, metavar="NAME", help=f"{', '.join(ALGORITHMS)}. Default: the optimizer of the run, or {ADAMW}"
     ),
     preset: str | None = Option(
         None, metavar="NAME", help=f"of masters and moments: {', '.join(PRESETS)}, {FLOAT32_STATES}"

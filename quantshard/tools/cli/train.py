@@ -57,7 +57,10 @@ def train(
         ..., "--run", "--run-dir", metavar="DIR", help="new folder of the run", show_default=False
     ),  # torchrun takes --run for its own --run-path on Python 3.11 and before
     nproc_per_node: int | None = Option(
-        None, min=1, metavar="N", help="number of processes. Default: that of the mesh or FILE, one per GPU, or 1"
+        None,
+        min=1,
+        metavar="N",
+        help="number of processes. Default: the size of the mesh or as in FILE, one per GPU, or 1",
     ),
     config: Path | None = Option(None, metavar="FILE", help="TOML settings; flags take precedence"),
     auto_resume: bool = Option(False, "--auto-resume", help="resume DIR if it exists", show_default=False),
@@ -113,7 +116,7 @@ def train(
 def resume(
     run: Path = Argument(..., metavar="DIR", help="folder of the run"),
     nproc_per_node: int | None = Option(
-        None, min=1, metavar="N", help="number of processes. Default: that of the mesh, or as before"
+        None, min=1, metavar="N", help="number of processes. Default: the size of the mesh, or as before"
     ),
     steps: int | None = Option(None, metavar="S", help="new number of steps"),
     mesh: str | None = Option(None, help="new mesh. Default: as before, or all in dp_shard"),
