@@ -36,7 +36,7 @@ from benchmarks.convergence_corpus import END_OF_DOCUMENT
 from benchmarks.convergence_runs import record
 from benchmarks.harness import append_json, make_parser, table_head, table_row
 from quantshard.checkpoints.comparison import compare
-from quantshard.tools.cli.demo import last_step, started
+from quantshard.tools.cli.demo import facts, last_step, started
 from quantshard.tools.report.records import read_records
 from quantshard.tools.trainer.run_dir import RunDir
 
@@ -55,9 +55,6 @@ ARMS = {
 _POLL_SECONDS = 0.02
 _EXIT_SECONDS = 1.0
 """After their launcher was killed, processes exit within a fifth of this time."""
-
-_MEASURED = ("tokens_per_s", "memory_bytes", "mfu", "data_wait_s")
-"""Entries of a metrics record that differ between bitwise equal runs."""
 
 Record = dict[str, Any]
 
@@ -101,10 +98,6 @@ class ResumeTrial:
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
-
-
-def _facts(record: Record) -> Record:
-    return {name: value for name, value in record.items() if name not in _MEASURED}
 
 
 def run_arm(trial: ResumeTrial, name: str, seed: int, resumes: bool) -> Record:
@@ -153,7 +146,7 @@ def _differences(whole: RunDir, run: RunDir) -> Record:
     return {
         "heldout": actual[last]["heldout_loss"],
         "difference": actual[last]["heldout_loss"] - expected[last]["heldout_loss"],
-        "differing": sum(step not in actual or _facts(actual[step]) != _facts(expected[step]) for step in expected),
+        "differing": sum(step not in actual or facts(actual[step]) != facts(expected[step]) for step in expected),
         "largest": max(abs(expected[step]["loss"] - actual[step]["loss"]) for step in expected if step in actual),
         "checkpoint": compare(whole.checkpoint(last), run.checkpoint(last)).equal,
     }
@@ -172,7 +165,7 @@ def _run_command(arguments: list[str], run: RunDir, kill_after: int = 0) -> int:
     with started(arguments, log) as process:
         while kill_after and process.poll() is None:
             time.sleep(_POLL_SECONDS)
-            if last_step(run) > kill_after and kill_after in run.saved_steps()[0]:
+            if last_step(run) > kill_after and kill_after in run.saved_steps():
                 os.killpg(process.pid, signal.SIGKILL)
                 break
         code = process.wait()

@@ -247,6 +247,7 @@ def test_resumed_on_three(uninterrupted, tmp_path):
     config.write_text(config.read_text().replace("micro_batches = 3", "micro_batches = 1"))
     result = quantshard("resume", run, "--nproc-per-node", 3, "--steps", 5)
     assert result.returncode == 0 and "resumed after step 2" in result.stdout, result.stderr
+    assert "skipped the incomplete checkpoint" in result.stdout and "step-000004" in result.stdout
     assert losses(run)[:2] == losses(uninterrupted)[:2] and len(losses(run)) == 5
     for resumed, whole in zip(losses(run)[2:], losses(uninterrupted)[2:], strict=False):
         assert abs(resumed["loss"] - whole["loss"]) < 0.02  # bf16 activations, other order of sums

@@ -107,6 +107,7 @@ def test_checkpoints_elsewhere(whole, text, tmp_path, kind):  # noqa: F811
         one_line(quantshard("status", run), "pass --checkpoints")
     result = quantshard("resume", run, "--steps", 6)
     assert result.returncode == 0 and f"resumed after step 2, from {place}/step-000002" in result.stdout, result.stderr
+    assert f"skipped the incomplete checkpoint {place}/step-000003" in result.stdout
     assert compare(f"{place}/step-000006", whole / "checkpoints" / "step-000006").equal
     assert Manager(place, read_only=True).steps() == [4, 6]
     other = tmp_path / "other"

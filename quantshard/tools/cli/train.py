@@ -4,6 +4,7 @@ Invalid input (unknown recipes, incompatible sizes, missing data, an existing fo
 and before any file is written. Then the processes are started; each of them runs `trainer.worker`.
 """
 
+import functools
 import inspect
 import json
 import os
@@ -20,7 +21,7 @@ from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import say
 from quantshard.tools.trainer import launch, worker
 from quantshard.tools.trainer.data.shards import ShardedSource
-from quantshard.tools.trainer.data.sources import RAW, SHARDS, TextOptions, find, joined
+from quantshard.tools.trainer.data.sources import RAW, SHARDS, TextOptions, distinct, find, joined
 from quantshard.tools.trainer.data.tokenizer import load_tokenizer
 from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.run_dir import RunDir, recorded_processes
@@ -60,7 +61,7 @@ def train(
         None,
         min=1,
         metavar="N",
-        help="number of processes. Default: the size of the mesh or as in FILE, one per GPU, or 1",
+        help="number of processes. Default: mesh size or as in FILE, one per GPU, or 1",
     ),
     config: Path | None = Option(None, metavar="FILE", help="TOML settings; flags take precedence"),
     auto_resume: bool = Option(False, "--auto-resume", help="resume DIR if it exists", show_default=False),
@@ -116,7 +117,7 @@ def train(
 def resume(
     run: Path = Argument(..., metavar="DIR", help="folder of the run"),
     nproc_per_node: int | None = Option(
-        None, min=1, metavar="N", help="number of processes. Default: the size of the mesh, or as before"
+        None, min=1, metavar="N", help="number of processes. Default: mesh size, or as before"
     ),
     steps: int | None = Option(None, metavar="S", help="new number of steps"),
     mesh: str | None = Option(None, help="new mesh. Default: as before, or all in dp_shard"),
@@ -188,7 +189,8 @@ def _launch(processes: int, folder: RunDir, order: WorkerJob) -> None:
 
 def with_flags(command: Any) -> Any:
     """Replace the `**flags` of a command by the options of all settings; those that are not given are None."""
-    parameters = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
+    signature = inspect.signature(command, eval_str=True).parameters.values()
+    parameters = [parameter for parameter in signature if parameter.kind is not parameter.VAR_KEYWORD]
     for setting in fields(TrainSettings):
         name, default, text = setting.name, setting.default, setting.metadata["help"]
         option = Option(
@@ -200,8 +202,13 @@ def with_flags(command: Any) -> Any:
         kind: Any = list[str] if default == () else type(default)
         annotation = Annotated[kind | None, option]
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
-    command.__signature__ = inspect.Signature(parameters)
-    return command
+
+    @functools.wraps(command)
+    def with_options(**arguments: Any) -> None:
+        command(**arguments)
+
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # for typer
+    return with_options
 
 
 def tokenize(
@@ -222,7 +229,7 @@ def tokenize(
     """
     for name, value in {"text_field": text_field, "data_split": data_split, "data_format": data_format}.items():
         check_value(name, value, KINDS[name])
-    source = joined(find(paths, data_format, data_split))
+    source = joined(distinct(find(paths, data_format, data_split)))
     loaded_tokenizer = load_tokenizer(tokenizer, end_of_document)
     if source.kind in (RAW, SHARDS):
         raise ConfigurationError(f"{source.path} holds tokens already; pass it to quantshard train --data")

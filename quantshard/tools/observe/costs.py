@@ -41,7 +41,11 @@ def gather_bytes(fmt: Format, shard: Shard, *, in_backward: bool) -> int:
 
 @dataclass(frozen=True)
 class SharedScaleCost:
-    """Cost of scale blocks that straddle ranks. `reduced_bytes`: of amaxes in a step. `warning`: advice on the mesh."""
+    """Cost on one rank of the scale blocks of a weight that straddle ranks.
+
+    `scale_bytes`: bytes of scales that other ranks store as well. `reduced_bytes`: bytes of amaxes that the rank
+    reduces in a step. `note`: the cost in words. `warning`: advice on a better mesh; "" if the cost is small.
+    """
 
     scale_bytes: int = 0
     reduced_bytes: int = 0

@@ -36,7 +36,11 @@ LOSS, HELDOUT, HELDOUT_OF_AVERAGE, SPEED, MEMORY = (
 
 @dataclass(frozen=True)
 class RunHistory:
-    """All data that a run has written. `is_trained`: whether it is being trained, if known. `notes`: on omissions."""
+    """All data that a run has written so far.
+
+    `where`: path or URL as the user wrote it. `config`: settings by name. `is_trained`: whether a process is training
+    the run now; None if unknown. `notes`: sentences about incomplete, invalid or skipped data.
+    """
 
     name: str
     where: str

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quantshard.checkpoints.disk.store import LocalStore, Store
+from quantshard.checkpoints.disk.store import LocalStore, Store, why
+from quantshard.errors import ConfigurationError
 
 Record = dict[str, Any]
 
@@ -87,7 +88,10 @@ def parse_record(line: bytes) -> Record | None:
 
 def read_records(path: Path) -> list[Record]:
     """Read the complete lines of a local file; empty if there is none."""
-    return list(RecordFile(LocalStore(), str(path)).records())
+    try:
+        return list(RecordFile(LocalStore(), str(path)).records())
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {why(error)}") from None
 
 
 Column = NDArray[np.float64]

@@ -111,7 +111,7 @@ def _undone(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         observation.active = observer
-        for module, name, _ in list(_buffers(model)):
+        for module, name in {*buffers, *((module, name) for module, name, _ in _buffers(model))}:
             # None for a buffer that the pass created
             setattr(module, name, buffers.get((module, name)))
         for param, grad in grads.items():

@@ -33,7 +33,11 @@ from quantshard.tensor.storage import QuantizedStorage
 
 @dataclass(frozen=True)
 class GemmError:
-    """Error of a GEMM, relative to its result, if only one operand is quantized; and `gaussian_error` of its format."""
+    """Error of one GEMM, relative to its result, if only one operand is quantized.
+
+    `layer`, `weight`: names of the module and the parameter. `gemm`: "fprop", "dgrad" or "wgrad". `operand`: "input",
+    "weight" or "grad_output". `gaussian`: `gaussian_error` of the operand's format.
+    """
 
     layer: str
     weight: str

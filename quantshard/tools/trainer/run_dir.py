@@ -21,6 +21,7 @@ are replaced atomically, and links are refused (`terminal.outputs`).
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -107,7 +108,7 @@ class RunDir:
         """Create the folder of a new run and write its configuration. `model`: that of a transformers model."""
         self.check_new()
         self.follow(settings)
-        if not isinstance(self.checkpoints, Path) and self.saved_steps():
+        if not isinstance(self.checkpoints, Path) and (self.saved_steps() or self.incomplete_steps()):
             owner = self._marked() or "another run"
             raise ConfigurationError(f"{self.checkpoints} holds checkpoints of {owner}; name another --checkpoints")
         outputs.make_folder(self.path)
@@ -120,7 +121,8 @@ class RunDir:
         """Undo `create` for a locked run that failed before its first step; logs and tokens stay."""
         # the user must see the original failure
         with suppress(QuantshardError):
-            if self._is_locked and not os.path.lexists(self.metrics) and not self.saved_steps():
+            is_saved = self.saved_steps() or self.incomplete_steps()
+            if self._is_locked and not os.path.lexists(self.metrics) and not is_saved:
                 outputs.remove_unfinished(self.path, self.config.name, self.starts.name, self.parameters.name)
 
     def read_model(self, settings: TrainSettings) -> dict[str, Any] | None:
@@ -171,6 +173,16 @@ class RunDir:
     def saved_steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, ascending."""
         return checkpoints.Manager(self.checkpoints, read_only=True).steps()
+
+    def incomplete_steps(self) -> list[int]:
+        """Return the steps of checkpoints that were cut off or are being written, ascending."""
+        store, path = locate(self.checkpoints)
+        try:
+            steps = [int(name[5:]) for name in store.names(path) if re.fullmatch(r"step-\d{6,}", name)]
+        except OSError as error:
+            raise CheckpointError(f"{self.checkpoints} cannot be read ({why(error)})") from error
+        complete = self.saved_steps()
+        return sorted(step for step in steps if step not in complete)
 
     def check_place(self, named: bool) -> None:
         """Check that outside checkpoints belong to the run, unless the user just named their location.

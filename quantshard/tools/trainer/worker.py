@@ -112,6 +112,8 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     if configuration is not None and prepared.settings.packing != STREAM:
         huggingface.check_documents(model, settings.model)
     settings, corpus = prepared.collected(run.tokens)
+    if warning := corpus.leaks():
+        screen.say(warning)
     data.Windows(corpus, settings.seq_length, settings.heldout, settings.packing)
     run.create(settings, how_started(settings, processes), corpus.table(), configuration)
 
@@ -227,14 +229,18 @@ def _read_resumed(run: RunDir, order: WorkerJob, place: ProcessInfo, before: Run
     # otherwise the launcher has just checked the data
     if not order.launched or "data" in order.overrides:
         corpus = recorded_data(settings, corpus).table()
-    notes: list[str] = []
+    later = [step for step in run.incomplete_steps() if not complete or step > complete[-1]]
+    notes = [f"skipped the incomplete checkpoint {run.checkpoint(step)}" for step in later]
     if before.settings.mesh and not settings.mesh:
         old, now = before.settings.mesh, settings.axes(place.ranks)
         notes.append(f"the run had mesh = {old}, which is not of {place.ranks} processes; now {now}")
     if not complete:
         notes.append(f"{run.path} has no complete checkpoint, so it begins again")
-    conversion = _requantization(run, order)
-    return RunSetup(settings, started, corpus, before.configuration, True, bool(complete), *conversion, tuple(notes))
+    requantize, lossy = _requantization(run, order)
+    return RunSetup(
+        settings, started, corpus, before.configuration, existed=True, restores=bool(complete),
+        requantize=requantize, lossy=lossy, notes=tuple(notes),
+    )  # fmt: skip
 
 
 def _requantization(run: RunDir, order: WorkerJob) -> tuple[bool, bool]:

@@ -72,7 +72,7 @@ def run(monkeypatch, capsys, *arguments):
         (["train", "--run", "text"], 1, "text exists"),
         (["train", "--run", "text/r", "--data", "text"], 1, "cannot write text/r: Not a directory"),
         (["train", "--steps", "3"], 2, "--run"),
-        (["train", "--run", "r", "--data", "text", "--checkpoints", "text"], 1, "cannot be read"),
+        (["train", "--run", "r", "--data", "text", "--checkpoints", "text"], 1, "text cannot be read (Not a directory"),
         (["train", "--run", "r", "--recipe", ""], 1, "recipe = '': must be text of 1 to 4096 characters"),
         (["inspect", "text"], 1, "text is not a complete checkpoint"),
         (["resume", "none"], 1, "there is no run in none"),

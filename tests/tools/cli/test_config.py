@@ -79,6 +79,7 @@ def test_resolved_fills_in_what_follows():
         ({"hidden": 97}, "hidden = 97 over heads = 4"),
         ({"hidden": 12}, "same even number"),
         ({"micro_batch": 2, "micro_batches": 4}, "give micro_batch or micro_batches, not both"),
+        ({"heldout": 0.3, "heldout_data": ("a",)}, "give heldout or heldout_data, not both"),
         ({"steps": 0}, "steps = 0: must be 1 or more"),
         ({"seq_length": 1}, "seq_length = 1"),
         ({"lr": 0.0}, "lr = 0.0"),

@@ -43,6 +43,7 @@ REFUSED = {
     "--data text --model moe-small --heads 2": "num_gqa_groups 4 must divide num_attention_heads 2",
     "--data text --model moe-small --heads 8 --kv-heads 5": "num_gqa_groups 5 must divide num_attention_heads 8",
     "--data-weights 1": "data_weights = '1': give a number above 0 for each of the 0 --data",
+    "--data text --data text": "text is named twice; name it once, or",
     "--data text --heldout-data txet": "there is no data file or folder",
     "--data text --heldout-data short": "the held-out text has 6 tokens, too few for seq_length = 16",
     "--data a.jsonl --text-field body": "a.jsonl, line 1 has no 'body', only 'id', 'text'; see --text-field",

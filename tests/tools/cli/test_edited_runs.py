@@ -16,7 +16,7 @@ from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.manifest import digest
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.tools.terminal import outputs
-from quantshard.tools.trainer import restarts
+from quantshard.tools.trainer import data, restarts
 from quantshard.tools.trainer.loop import Trainer
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
@@ -88,6 +88,18 @@ def test_status_asks_for_files_as_long_as_they_were(tmp_path: Path) -> None:
     code, out, _ = told("status", run.path, "--json")
     found = json.loads("".join(out))
     assert (code, found["done"], found["step"]) == (75, False, 0) and "is missing" in found["damaged"][0]
+
+
+def test_texts_that_are_trained_and_evaluated_on(tmp_path: Path) -> None:
+    """By contents, whatever their names; empty files are alike and say nothing."""
+    for name, content in (("a", "one"), ("b", "two"), ("c", "two"), ("d/x", "three"), ("e/x", "four")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).with_name("empty").touch()
+    a, b, c, d, e = (str(tmp_path / name) for name in "abcde")
+    assert data.collect([a, b, d], [e]).leaks() == ""
+    line = data.collect([a, b], [c]).leaks()
+    assert f"{c} is evaluated on and trained on: {b} has the same contents" in line
 
 
 def test_the_settings_of_another_run_say_how_many_processes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -87,6 +88,17 @@ def test_a_checkpoint_elsewhere_knows_its_run(run: Path) -> None:
     (place / "of-run.json").write_bytes(b" " * (1 << 17))
     with pytest.raises(ConfigurationError, match=r"it has 131072 bytes, and at most 65536"):
         run_of(checkpoint)
+
+
+def test_a_new_run_leaves_an_unfinished_save_alone(run: Path, tmp_path: Path) -> None:
+    """It may be another run's first."""
+    place = tmp_path / "place"
+    (place / "step-000003").mkdir(parents=True)
+    new = RunDir(tmp_path / "new")
+    settings = replace(RunDir(run).read_config()[0], checkpoints=str(place))
+    with pytest.raises(ConfigurationError, match="place holds checkpoints of another run; name another --checkpoints"):
+        new.create(settings, {}, {})
+    assert new.incomplete_steps() == [3] and new.saved_steps() == [] and not new.path.exists()
 
 
 def test_a_url_is_asked_only_if_the_user_names_it(run: Path) -> None:

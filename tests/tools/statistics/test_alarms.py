@@ -104,17 +104,19 @@ def test_where_a_nan_came_from(layer):
 
 
 class Counting(nn.Module):
-    """Its buffers are changed in place, put in the place of others, and made by the first call."""
+    """Its buffers are changed in place, put in the place of others, made by the first call, and removed by it."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("calls", torch.zeros(1))
         self.register_buffer("last", None)
+        self.register_buffer("first", torch.ones(2))
         self.norm = nn.BatchNorm1d(48)
 
     def forward(self, x):
         self.calls = self.calls + 1
         self.last = x.detach()
+        self.first = None
         return self.norm(x.float()).to(x.dtype)
 
 
@@ -122,13 +124,13 @@ def test_looking_for_it_puts_buffers_back():
     """After an error in the pass, too."""
     model = nn.Sequential(*perceptron(), Counting())
     loss_of(model, 0).backward()
-    model[3].last = None
+    model[3].last, model[3].first = None, torch.ones(2)
     held = dict(model.named_buffers())
     before = {name: buffer.clone() for name, buffer in held.items()}
     assert first_nonfinite(model, lambda: loss_of(model, 1).backward()) is None
     with pytest.raises(ZeroDivisionError):
         first_nonfinite(model, lambda: loss_of(model, 2).backward() or 1 / 0)
-    assert model[3].last is None and model[3].calls is held["3.calls"]
+    assert model[3].last is None and all(getattr(model[3], name) is held[f"3.{name}"] for name in ("calls", "first"))
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 

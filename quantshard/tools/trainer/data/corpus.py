@@ -32,6 +32,7 @@ from quantshard.tools.trainer.data.sources import (
     TEXT,
     DataSource,
     TextOptions,
+    distinct,
     find,
     read_head,
     reading,
@@ -123,6 +124,14 @@ class Corpus:
     @property
     def heldout(self) -> tuple[Document, ...]:
         return self.documents[len(self.documents) - self.heldout_files :]
+
+    def leaks(self) -> str:
+        """Return a warning if a document is both trained and evaluated on; otherwise an empty text."""
+        trained = {document.line: document.path for source in self.sources for document in source if document.size}
+        leaked = next((document for document in self.heldout if document.line in trained), None)
+        if leaked is None:
+            return ""
+        return f"WARNING: {leaked.path} is evaluated on and trained on: {trained[leaked.line]} has the same contents"
 
     @property
     def tokens(self) -> int:
@@ -243,9 +252,9 @@ def _unread(source: DataSource, vocabulary: int, data_format: str = "") -> list[
             raise ConfigurationError(f"there are no tokens in {source.path}")
         return documents
     if source.kind == TEXT and data_format == "auto":
-        mark, size_of_mark = codecs.BOM_UTF8, len(codecs.BOM_UTF8)
-        headers = [size_of_mark * (read_head(path, size_of_mark) == mark) for path, _ in source.files]
-        return [Document(*file, "", "", header) for file, header in zip(source.files, headers, strict=True)]
+        mark = codecs.BOM_UTF8
+        headers = {path: len(mark) if read_head(path, len(mark)) == mark else 0 for path, _ in source.files}
+        return [Document(path, size, sha256="", header=headers[path]) for path, size in source.files]
     if source.kind == RAW and data_format:
         dtype = shards.token_dtype(vocabulary)
         return [Document(path, size, "", *shards.raw_layout(path, size, dtype)) for path, size in source.files]
@@ -284,7 +293,7 @@ class Preparation:
 
     def __init__(self, settings: TrainSettings) -> None:
         options = (settings.data_format, settings.data_split)
-        self._sources = find(settings.data, *options)
+        self._sources = distinct(find(settings.data, *options))
         self._heldout = find(settings.heldout_data, *options) if settings.heldout_data else []
         self._tokenizer, path, tokens = _checked_tokenizer(settings, [*self._sources, *self._heldout])
         vocabulary = settings.vocabulary

@@ -9,6 +9,7 @@ import re
 import stat
 import sysconfig
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,6 +100,14 @@ def find(paths: Sequence[str], data_format: str = "auto", split: str = "train") 
     for source in sources if data_format == "auto" else ():
         for file, _ in source.files if source.kind == TEXT else ():
             _check_text(file)
+    return sources
+
+
+def distinct(sources: list[DataSource]) -> list[DataSource]:
+    """Return the sources, after checking that no two contain the same file."""
+    counts = Counter(path for source in sources for path in ([file for file, _ in source.files] or [source.path]))
+    for path in [path for path, count in counts.items() if count > 1]:
+        raise ConfigurationError(f"{path} is named twice; name it once, or set shares with --data-weights")
     return sources
 
 

@@ -109,8 +109,8 @@ class LanguageModel(nn.Module):
                 layer = _layer(settings, number + 1, device, parallel, ep_mesh)
                 modules.quantize_(layer, layer_recipe, preserve_high_precision_init_val=True)
                 # the recipe for the autocast around the layer: the first one that quantizes
-                parts = (part.recipe_in(None) for part in layer.modules() if isinstance(part, QuantizedModule))
-                layer_recipe = next((part for part in parts if part is not None and part.table), HighPrecision())
+                own = (part.recipe_in(None) for part in layer.modules() if isinstance(part, QuantizedModule))
+                layer_recipe = next((recipe for recipe in own if recipe and recipe.table), HighPrecision())
             self.layers.append(layer)
             self.recipes.append(layer_recipe)
         kind = modules.RMSNorm if llama else modules.LayerNorm

@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -50,7 +51,10 @@ _RECURRENT = ("linear_attention", "mamba", "conv", "hybrid", "recurrent")
 
 def read_configuration(path: str) -> dict[str, Any]:
     """Read a config.json, or the one in a folder."""
-    return read_config(outputs.existing(path, "a folder with config.json, or a config.json"))
+    location = Path(outputs.existing(path, "a folder with config.json, or a config.json"))
+    if location.is_dir() and not (location / CONFIGURATION).is_file():
+        raise ConfigurationError(f"{path} has no {CONFIGURATION}; name a folder of a Hugging Face model")
+    return read_config(path)
 
 
 def longest_sequence(content: Mapping[str, Any]) -> int | None:

@@ -301,6 +301,8 @@ def _conflicts(settings: TrainSettings) -> Iterator[str]:
     """Yield a message for each combination of settings that cannot be trained."""
     if settings.micro_batch and settings.micro_batches > 1:
         yield "micro_batch sets the number of passes; give micro_batch or micro_batches, not both"
+    if settings.heldout_data and settings.heldout not in (0.0, TrainSettings.heldout):
+        yield "heldout_data replaces the held-out share of the text; give heldout or heldout_data, not both"
     if settings.head_size % 2 or (not settings.head_dim and settings.hidden % settings.heads):
         yield (
             f"hidden = {settings.hidden} over heads = {settings.heads}: each head must get the same even number of "
