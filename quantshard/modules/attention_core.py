@@ -124,7 +124,8 @@ class DotProductAttention(QuantizedModule):
     def _check_heads(self, tp_size: int | None = None) -> None:
         size, common = tp_size or self.tp_size, math.gcd(self.num_attention_heads, self.num_gqa_groups)
         if common % size:
-            raise ConfigurationError(f"DotProductAttention: tp_size {size} must divide the heads, so {common}")
+            problem = f"tp_size {size} must divide num_attention_heads and num_gqa_groups"
+            raise ConfigurationError(f"DotProductAttention: {problem}; choose a divisor of {common}")
 
     def forward(
         self,

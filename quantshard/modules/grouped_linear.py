@@ -197,7 +197,10 @@ class GroupedLinear(QuantizedModule):
         call = recompute.linear_context((id(self), ("experts",)), True, self.training)
         block = block_together(call.recipe)
         rows, shape = 0 if isinstance(splits, Tensor) else tokens.shape[0], (self.out_features, self.in_features)
-        is_native = block is not None and grouped.multiplies_codes(block, shape, tokens.device)
+        eval_rows = None if self.training or self.ep_mesh is not None else tokens.shape[0]
+        is_native = block is not None and grouped.multiplies_codes(
+            block, len(self._layers), shape, tokens.device, eval_rows
+        )
         if not (is_native or is_faster_together(rows, len(self._layers), shape)):
             return None
         if block is None:
@@ -326,8 +329,9 @@ class GroupedLinear(QuantizedModule):
 # All experts in one kernel -------------------------------------------------------------------------------------------
 
 LARGEST_GROUPED: Final = 1 << 35
-"""Most multiplications in the fprop of an expert, averaged over experts, for which experts run in one kernel. Beyond
-this, PyTorch's FP8 products save more time on an H200 than their launches cost (benchmarks/experts.py)."""
+"""Most multiplications in the fprop of an expert, averaged over experts, for which one kernel multiplies codes as FP16.
+Beyond this, PyTorch's FP8 products save more time on an H200 than their launches cost (benchmarks/experts.py). Products
+of codes in FP8 (`grouped.multiplies_codes`) have no limit."""
 
 
 def block_together(recipe: Recipe) -> int | None:

@@ -124,7 +124,8 @@ class StackedExperts(QuantizedModule):
         _, *shape = weight.shape
         if block is None or not kernel_dispatch.has_float_kernels(x):
             return None
-        is_native = grouped.multiplies_codes(block, shape, x.device)
+        eval_rows = None if self.training or exchange.route is not None else len(x)
+        is_native = grouped.multiplies_codes(block, len(weight), shape, x.device, eval_rows)
         if not (is_native or grouped_linear.is_faster_together(rows, len(weight), (shape[0], shape[1]))):
             return None
         biases, reader = [] if bias is None else [bias], self._readers[name]

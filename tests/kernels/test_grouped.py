@@ -225,6 +225,10 @@ def test_products_of_codes(counts: str, sizes: tuple[int, int]) -> None:
         dw = grouped_matmul.weight_gradients(*turned, segments, torch.bfloat16, turned=True)
         close_to(dw, [(part.t(), other) for part, other in zip(dy_of, x_of, strict=True)], torch.stack)
         assert all(count or not dw[expert].count_nonzero() for expert, count in enumerate(rows))
+        y = grouped_matmul.rows_times_weights(a, held, segments, torch.bfloat16, transposed=True, fast=True)
+        close_to(y, [(part, w.t()) for part, w in zip(x_of, w_of, strict=True)])
+        dw = grouped_matmul.weight_gradients(*turned, segments, torch.bfloat16, turned=True, fast=True)
+        close_to(dw, [(part.t(), other) for part, other in zip(dy_of, x_of, strict=True)], torch.stack)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

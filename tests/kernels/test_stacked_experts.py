@@ -152,6 +152,24 @@ def test_in_kernels(recipe: str, is_transposed: bool, kernels_on_cpu: None, laun
     assert names.count(rows) == 8 and names.count(weights) == 4
 
 
+def test_sums_in_tensor_cores_and_few_rows_in_evaluation(kernels_on_cpu: None, launches: list[tuple[str, int]]) -> None:
+    """Evaluation of few rows copies no weights, in a stack and in single weights."""
+    params = qs.recipe.MMParams(use_split_accumulator=False)
+    recipe = qs.recipe.Float8CurrentScaling(fp8_gemm_fprop=params, fp8_gemm_dgrad=params, fp8_gemm_wgrad=params)
+    compare(recipe, False, [7, 0, 30])
+    stack, single = both(recipe, False, (OUT, IN))
+    for module in (stack, single):
+        module.train(False)
+        launches.clear()
+        with qs.autocast(recipe=recipe), torch.no_grad():
+            if module is single:
+                single(draw(2, 37, IN), [7, 0, 30])
+            else:
+                stack.multiply("gate_up_proj", draw(2, 37, IN), [7, 0, 30], "gate_up_proj_bias")
+        names = [name for name, _ in launches]
+        assert "rows_kernel" in names and "rows_of_codes_kernel" not in names
+
+
 @pytest.mark.parametrize("sizes", [(OUT, IN), (33, 41)])
 def test_experts_one_by_one_have_scales_that_cublas_accepts(
     sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch

@@ -48,7 +48,8 @@ class GroupedGemmConfig(NamedTuple):
         return dict(zip(names, self, strict=True))
 
     def options_of_codes(self, fast: bool) -> dict[str, Any]:
-        return {**self.options, "PROMOTED": NEVER_PROMOTED if fast else self.summed}
+        # None: Triton's default, with which sums stay in Hopper's tensor cores
+        return {**self.options, "PROMOTED": None if fast else self.summed}
 
 
 FEW_ROWS_LAUNCH: Final = GroupedGemmConfig(FEW_ROWS, 128, 64, 4, 4)
@@ -65,7 +66,6 @@ WEIGHTS_LAUNCH: Final = {
 """Launch configs, tuned on an H200, by elements under one scale, a multiple of `summed`; 0: one scale for an expert."""
 CODES_LAUNCH: Final = GroupedGemmConfig(MANY_ROWS, 128, 128, 4, 3)
 """Launch config of products of codes, tuned on an H200."""
-NEVER_PROMOTED: Final = 1 << 30
 
 
 @triton.jit
@@ -316,7 +316,8 @@ def rows_times_weights(
     """Multiply rows by their expert's weight [C, cols] or, if `transposed`, by its transpose, and add its bias.
 
     Returns `dtype` [segments.values, cols], rounded once, without the rows of codes [R, C] between experts.
-    `fast`: whether sums of products of codes may stay in the tensor cores; see `recipe.MMParams`.
+    `fast`: whether sums of products of codes may stay in the tensor cores; see `recipe.MMParams`. Float32 results
+    ignore it.
     """
     summed, cols = a.codes.shape[1], weights.shape[0 if transposed else 1]
     out = torch.empty((segments.values, cols), dtype=dtype, device=a.codes.device)
@@ -332,7 +333,7 @@ def rows_times_weights(
             rows_of_codes_kernel, (-(cols // -launch.cols), segments.tiles.shape[0]), out.device,
             _tiles_of(a.codes, a.encoding, launch.rows), _tiles_of(codes, weights.encoding, launch.cols),
             a.scales, weights.table.tensor(), segments.tiles, table, len(segments), out, summed, cols, b_row, b_col,
-            BIAS=bias, **launch.options_of_codes(fast),
+            BIAS=bias, **launch.options_of_codes(fast and dtype.itemsize == 2),
         )  # fmt: skip
         return out
     launch = FEW_ROWS_LAUNCH if segments.rows == FEW_ROWS else ROWS_LAUNCH[a.block]
@@ -373,7 +374,8 @@ def weight_gradients(
         launch_kernel(
             weights_of_codes_kernel, grid, out.device,
             _tiles_of(a.codes, a.encoding, launch.rows), _tiles_of(b.codes, b.encoding, launch.cols),
-            a.scales, b.scales, segments.spans, out, rows, cols, **launch.options_of_codes(fast),
+            a.scales, b.scales, segments.spans, out, rows, cols,
+            **launch.options_of_codes(fast and dtype.itemsize == 2),
         )  # fmt: skip
         return out
     operands = (a.codes, b.codes, a.scales, b.scales)

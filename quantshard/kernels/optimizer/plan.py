@@ -16,6 +16,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -91,7 +92,7 @@ class StepLaunchPlan:
         self._captured: list[Tensor] = []  # CUDA graphs copy from these at every replay
         self._grads: list[Tensor | None] = []
         self._skip: Tensor | None = None
-        self._is_compiled = device.type != "cuda"
+        self._compiled_codes = {0}  # of gradients' dtypes; see `take`
 
     def _launches(self) -> tuple[list[_KernelLaunch], list[_KernelLaunch]]:
         """Launches of `update` and of `finish`; parameters with equal constants share a launch."""
@@ -244,8 +245,8 @@ class StepLaunchPlan:
     def update(self, skip: Tensor | None = None) -> None:
         """Run what needs no reduced amaxes. `skip`: bool scalar; if true, `update` and `finish` change nothing."""
         self._skip = None if skip is None else skip.view(torch.uint8)
-        if not self._is_compiled:
-            self._compile()
+        if self.device.type == "cuda" and not self._compiled_codes.issuperset(self._codes) and not self._is_capturing:
+            copy_context().run(self._compile)  # Triton before 3.9 leaves its mode on after an error
         self._workspace.flat.zero_()
         for most_recent, length, table in self._histories:
             launch_kernel(
@@ -305,7 +306,7 @@ class StepLaunchPlan:
         return sorted({self._codes[number] for number in launch.members} - {0})
 
     def _compile(self) -> None:
-        """Compile the kernels of all launches at the same time: each takes about a second, mostly outside of Python."""
+        """Compile the kernels of this step at the same time. Each takes about a second, mostly outside of Python."""
 
         def compile_kernel(kernel: Any, grid: tuple[int, ...], _: torch.device, *args: Any, **options: Any) -> None:
             kernel.warmup(*args, grid=grid, **options)
@@ -313,7 +314,7 @@ class StepLaunchPlan:
         with torch.cuda.device(self.device), ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
             for launch in (*self._first, *self._last):
                 self._run(launch, compile_kernel)
-        self._is_compiled = True
+        self._compiled_codes.update(self._codes)
 
     def _run(self, launch: _KernelLaunch, run_kernel: Callable[..., Any] | None = None) -> None:
         """Call `run_kernel`, or by default `launch_kernel`, with the arguments of a launch."""

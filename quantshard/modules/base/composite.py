@@ -52,7 +52,9 @@ class CompositeModule(nn.Module):
     def reset_parameters(self) -> None:
         """Fill the parameters of all children with their initial values; see `Linear.reset_parameters`."""
         for child in self.children():
-            getattr(child, "reset_parameters", lambda: None)()
+            reset: Any = getattr(child, "reset_parameters", None)
+            if reset is not None:
+                reset()
 
 
 def child_name(parent: str | None, child: str) -> str | None:

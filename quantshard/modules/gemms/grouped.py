@@ -39,7 +39,7 @@ if kernels.USABLE:
     from quantshard.kernels.experts import grouped as grouped_kernel
     from quantshard.kernels.experts import grouped_matmul
     from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertBias, ExpertWeights
-    from quantshard.kernels.experts.segments import MANY_ROWS, ExpertSegments
+    from quantshard.kernels.experts.segments import FEW_ROWS, MANY_ROWS, ExpertSegments
     from quantshard.kernels.quantize.amax import scales
     from quantshard.kernels.quantize.targets import QuantizeRequest, QuantizeSpec
 
@@ -236,12 +236,18 @@ def _segments(counts: Sequence[int] | Tensor, x: Tensor, unit: int) -> ExpertSeg
     return ExpertSegments.of(counts, x.device, unit)
 
 
-def multiplies_codes(block: int, shape: Sequence[int], device: torch.device) -> bool:
-    """Return whether a kernel multiplies the codes of weights of such a shape as they are; see `ExpertsLayer.block`."""
+def multiplies_codes(block: int, experts: int, shape: Sequence[int], device: torch.device, rows: int | None) -> bool:
+    """Return whether a kernel multiplies the codes of weights of such a shape as they are; see `ExpertsLayer.block`.
+
+    The codes of all experts are copied first, which few rows do not repay. `rows`: their number in evaluation; None in
+    training and with expert parallelism, where it differs between ranks that must compute the same bits.
+    """
     capability = hardware.capability_of(device)
-    # from Hopper on, or interpreted; tiles are loaded from rows of a multiple of 16 bytes
+    # from Hopper on, or interpreted
     has_tensor_cores = device.type == "cpu" or (capability is not None and capability >= (9, 0))
-    return block == 0 and has_tensor_cores and not any([size % 16 for size in shape])
+    # tiles are loaded from rows of a multiple of 16 bytes, and offsets in a gradient have 32 bits
+    fits = not any([size % 16 for size in shape]) and shape[0] * shape[1] < 1 << 31
+    return block == 0 and has_tensor_cores and fits and (rows is None or rows > FEW_ROWS * experts)
 
 
 def are_readable(

@@ -207,8 +207,9 @@ class PlainLinear(torch.autograd.Function):
 
 
 class WeightGradients(NamedTuple):
-    """Where the weight gradients of one call go: whether they are added to `main_grad`, or replace (`overwrites`) it.
+    """Where the weight gradients of one call go.
 
+    `params`, `names`: of the weights. `adds`: gradients are added to `main_grad`. `overwrites`: they replace it.
     `delayed`: name of a weight -> work for `backward_dw`; None: gradients are computed in backward.
     """
 

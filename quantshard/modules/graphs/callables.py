@@ -77,6 +77,7 @@ def make_graphed_callables(
     fits = len(subjects) == len(args) == len(kwargs) == len(switches)
     if not fits or not all(isinstance(item, tuple | list) for item in args):
         raise ConfigurationError(f"{_CALL}: give one tuple of sample_args, sample_kwargs and enabled= per callable")
+    settings.check_flags(_CALL, allow_unused_input=allow_unused_input)
     for switch in switches:
         settings.check_flags(_CALL, enabled=switch)
     recorders.check_autocast_cache(_CALL)

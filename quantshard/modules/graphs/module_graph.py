@@ -272,7 +272,7 @@ class ModuleGraph:
         arguments = _compared(args, kwargs)
         tensors = list(recorders.tensors_in(arguments))
         pairs = zip(tensors, self._inputs, strict=False)
-        if self._kind_of(arguments) != self._kind or any(x.requires_grad > own.requires_grad for x, own in pairs):
+        if self._kind_of(arguments) != self._kind or any(x.requires_grad and not own.requires_grad for x, own in pairs):
             raise ConfigurationError(self._differences(*arguments))
         if (changed := self._addresses.changed()) is not None:
             raise ConfigurationError(f"{self.owner}: {changed} was replaced; call forward.reset(), and capture again")
