@@ -85,7 +85,9 @@ def check_model(path: Path_, stored: Entries, live: Mapping[str, Any], casts: Co
             raise CheckpointError(f"{path} is of another model: {shapes}{_history_remedy([key])}")
         if casts is not None and key not in casts and entry.properties.dtype != value.dtype:
             problem = f"{path} is of another model: {key} is {entry.properties.dtype} there and {value.dtype} here"
-            remedy = "build the model with that dtype, or load with requantize=True, lossy=True to cast it"
+            remedy = (
+                "build the model with that dtype (params_dtype), or load with requantize=True, lossy=True to cast it"
+            )
             raise CheckpointError(f"{problem}; {remedy}")
 
 

@@ -123,11 +123,8 @@ def inspect_checkpoint(path: Path_, data: bool = True) -> Inspection:
 
 
 def _row(reader: SafeReader, group: TensorGroup, data: bool) -> TensorSummary:
-    codes, name, is_quantized = (
-        reader.entries[group.parts.get("codes", group.name)],
-        group.name,
-        group.format is not None,
-    )
+    name, is_quantized = group.name, group.format is not None
+    codes = reader.entries[group.parts.get("codes", name)]
     chunks = len(codes.chunks) if isinstance(codes, TensorStorageMetadata) else 0
     more = figures(reader, group) if data and is_quantized else {"wrong": group.wrong}
     kind, size = kind_of(name, reader.entries), group_bytes(reader, group)

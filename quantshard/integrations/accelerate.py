@@ -30,6 +30,7 @@ from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.collectives import process_groups
 from quantshard.distributed.replicas import broadcast_, check_replicas
 from quantshard.errors import CheckpointError, ConfigurationError, warn_user
+from quantshard.foreign import FILE_BYTES, read_json
 from quantshard.interop.layouts.live import uncompiled_name
 from quantshard.tensor import components
 
@@ -196,10 +197,13 @@ def _fill(accelerator: Accelerator, model: nn.Module, values: Mapping[str, Tenso
         # `mixed_precision` converts trained parameters to float32
         {k: v.to(live[k].dtype) if v.is_floating_point() else v for k, v in values.items() if k in live},
     )
-    # buffers that are not saved are small
-    unsaved = agreement.from_rank0(lambda: {name: value.cpu() for name, value in values.items() if name not in live})
-    for name, value in unsaved.items():
-        model.get_buffer(name).copy_(value)
+    # one at a time, because causal masks can be large
+    for unsaved in agreement.from_rank0(lambda: [name for name in values if name not in live]):
+        model.get_buffer(unsaved).copy_(agreement.from_rank0(functools.partial(_on_cpu, values, unsaved)))
+
+
+def _on_cpu(values: Mapping[str, Tensor], name: str) -> Tensor:
+    return values[name].cpu()
 
 
 def _follow(optimizer: Optimizer, names: _Names, named: Mapping[str, nn.Parameter]) -> None:
@@ -234,8 +238,13 @@ def _guard(plain: Callable[..., Any], check: Callable[[Mapping[str, Any]], None]
 
 def _check_checkpoint(arguments: Mapping[str, Any]) -> None:
     path = Path(arguments["checkpoint"])
-    folder = path.parent if path.suffix == ".json" else path  # the former: an index
-    files = [*folder.glob("*.bin"), *folder.glob("*.safetensors")] if folder.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        weight_files = [path / name for name in (constants.WEIGHTS_NAME, constants.SAFE_WEIGHTS_NAME)]
+        files = [file_path for file_path in weight_files if file_path.is_file()][:1] or [*path.glob("*.index.json")]
+    if len(files) == 1 and files[0].suffix == ".json" and files[0].is_file():
+        index = read_json(files[0], FILE_BYTES["index"], raising=CheckpointError, follow=True)
+        files = [files[0].parent / name for name in sorted({*index.get("weight_map", index).values()})]
     _check_model_takes(arguments["model"], _tags_in(files), str(path))
 
 

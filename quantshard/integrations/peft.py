@@ -13,6 +13,8 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import layer as lora
 from peft.tuners.lora.variants import DoraLinearVariant
 from peft.tuners.tuners_utils import check_adapters_to_merge
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -57,8 +59,23 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> PeftMo
         options: arguments of `PeftModel.from_pretrained`, such as `is_trainable=True`.
     """
     config = register(PeftConfig.from_pretrained(str(folder)))
+    _check_whole_layers(model, Path(folder) / SAFETENSORS_WEIGHTS_NAME)
     config.inference_mode = not options.get("is_trainable", False)
     return PeftModel.from_pretrained(model, str(folder), config=config, **options)
+
+
+def _check_whole_layers(model: nn.Module, path: Path) -> None:
+    """Check that layers in `modules_to_save` are quantized in both the file and the model, or in neither."""
+    if not path.is_file():
+        return
+    with safe_open(path, framework="pt") as file:
+        keys = set(file.keys())
+    for name, param in components.named_parameters(model).items():
+        key = f"base_model.model.{name}"
+        in_file, in_model = key + components.FORMAT_SUFFIX in keys, components.quantized_local(param) is not None
+        if key in keys and in_file != in_model:
+            kind = "quantized" if in_file else "plain"
+            raise ConfigurationError(f"{name} (modules_to_save) is {kind} in {path} only; convert as for training")
 
 
 def save_adapter(model: PeftModel, folder: str | Path, **options: Any) -> None:

@@ -274,7 +274,10 @@ def keep_address(tensor: Tensor) -> Tensor:
 
 
 def keep_order(operator: Any) -> None:
-    """Register an operator's side effects: torch.compile drops, merges and reorders no calls; see the next function."""
+    """Register an operator's side effects, so that torch.compile does not drop, merge or reorder its calls.
+
+    If this version of PyTorch cannot register them, `check_order_is_kept` raises.
+    """
     if missing(_register_effect, _ordered) is None:
         _register_effect(operator, _ordered)
 

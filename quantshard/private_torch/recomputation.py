@@ -52,7 +52,7 @@ NO_REGIONS = CheckpointedRegions()
 
 
 def checkpointed_regions() -> CheckpointedRegions:
-    """The checkpointed regions that the calling code runs in; `may_be_checkpointed` asks, faster, if there can be one.
+    """The checkpointed regions that the calling code runs in. `may_be_checkpointed` is a faster check for any.
 
     A non-reentrant region is the `_CheckpointFrame` in the saved-tensor hooks of its first forward and recomputation. A
     reentrant one is the `ctx` of `CheckpointFunction`, the first argument of its methods on the Python stack.

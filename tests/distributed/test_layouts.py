@@ -168,8 +168,8 @@ def refused(folder: str) -> str:
 def failing_on_one_rank(folder: str) -> list[str]:
     """What nobody foresaw, while files are looked through and while they are copied."""
     found = []
-    for method in ("_why_not", "_copy_what_may_be"):
-        fails = mock.patch.object(loading._LayoutLoader, method, side_effect=IndexError("index 7 is out of range"))
+    for owner, method in ((loading._LayoutLoader, "_why_not"), (loading.conversion, "write_copy")):
+        fails = mock.patch.object(owner, method, side_effect=IndexError("index 7 is out of range"))
         with fails if dist.get_rank() == 1 else nullcontext():
             found.append(refused(folder))
     return found

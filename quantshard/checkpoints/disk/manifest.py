@@ -229,8 +229,8 @@ _CALLS = {
 class _MetadataUnpickler(pickle._Unpickler):
     """Unpickles `.metadata`. It creates plain values and instances of DCP's classes, and calls nothing else."""
 
-    # In Python, the memo is a dict; in C, it is an array as long as the file requests. Without the only operation that
-    # allocates memory before it reads the bytes that fill it.
+    # The memo of the unpickler in Python is a dict; in C it is an array as long as the file requests. BYTEARRAY8 is
+    # removed: no other operation allocates memory before it reads the bytes that fill it.
     dispatch: ClassVar[Any] = {
         code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
     }

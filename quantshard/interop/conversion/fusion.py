@@ -209,12 +209,14 @@ class FusedGatedMLP(nn.Module):
         """Return whether calling the layers would only multiply by their weights; warns once if not."""
         for name in (*LAYERS, "act_fn"):
             child = getattr(self, name)
-            is_known = activation_of(child) != "" if name == "act_fn" else type(child) is ConvertedLinear
-            if not is_known or not private_torch.runs_forward_alone(child):
-                is_other = name != "act_fn" and not is_known
-                why = f"is a {type(child).__name__}" if is_other else "has hooks or was replaced"
-                _warn_of_calls(type(self).__name__, name, why, context.current_setting(), self._activation_storage)
-                return False
+            if name != "act_fn" and type(child) is not ConvertedLinear:
+                why = f"is a {type(child).__name__}"
+            elif not private_torch.runs_forward_alone(child) or (name == "act_fn" and not activation_of(child)):
+                why = "has hooks or was replaced"
+            else:
+                continue
+            _warn_of_calls(type(self).__name__, name, why, context.current_setting(), self._activation_storage)
+            return False
         return True
 
     def _computed(self, x: Tensor) -> Tensor:

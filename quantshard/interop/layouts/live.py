@@ -80,7 +80,10 @@ def class_name(model: nn.Module) -> str:
 
 
 class LiveModel(WeightReader):
-    """A model in training. Reads are collective, in one order. `held_only`: without the experts of other ranks."""
+    """A model in training. Reads are collective calls, which all ranks make in the same order.
+
+    `held_only`: do not gather experts of other ranks; the weights are then those of this rank's experts.
+    """
 
     def __init__(self, model: nn.Module, held_only: bool) -> None:
         self.path = class_name(model)
@@ -209,7 +212,7 @@ def _expert_ranks(model: nn.Module) -> dict[str, DeviceMesh]:
         if isinstance(module, StackedExperts) and module.tp_mesh is not None:
             ranks[uncompiled_name(name)] = module.tp_mesh
         elif process_groups.expert_axis(module) is not None:
-            raise ConfigurationError(f"{name}: a spread GroupedLinear cannot be sent; use distribute_experts")
+            raise ConfigurationError(f"{name}: an expert-parallel GroupedLinear cannot be sent; use distribute_experts")
     return ranks
 
 

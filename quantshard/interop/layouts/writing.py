@@ -263,8 +263,8 @@ class ExportPlan:
             raise problem
         self._check_fused()
         uses = Counter(name for group in batches for name in group.tensors)
-        for name in (name for name, count in uses.items() if count > 1):
-            raise ConfigurationError(f"two weights would be named {name}; fix the map of names")
+        if repeated := [name for name, count in uses.items() if count > 1]:
+            raise ConfigurationError(f"two weights would be named {repeated[0]}; fix the map of names")
         self._add_notes({name: shape for group in batches for name, (_, shape) in group.tensors.items()})
         return batches
 
@@ -353,7 +353,7 @@ class ExportPlan:
             return lambda: requantized() if name in self.report.requantized else exact(self.source.parts(weight))
         elif not self.lossy:
             what = f"{weight.name} {list(shape)}, {weight.tag or 'in high precision'}"
-            remedy = "choose another layout, or export with lossy=True (--lossy)"
+            remedy = "choose another layout, or pass lossy=True to layouts.export (--lossy) or LiveWeights"
             raise ConfigurationError(f"{what}, is not exact in {self.layout.name}: {why}; {remedy}")
         self.report.requantized[name] = why
         return self._requantized(weight, name, rows, part)
@@ -433,7 +433,9 @@ class ExportPlan:
         spec = weight.spec
         verdict = table.verdict(spec, self.layout, self.source.input_amax(weight.name) is not None)
         if verdict.kind == UNDEFINED:
-            raise ConfigurationError(f"{weight.name}: {self.layout.name} is not defined: {verdict.why}")
+            raise ConfigurationError(
+                f"{weight.name}: {self.layout.name} is not defined: {verdict.why}; choose another layout"
+            )
         if verdict.kind != EXACT:
             return verdict.why
         assert spec is not None

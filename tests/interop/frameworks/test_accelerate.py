@@ -5,7 +5,9 @@ Each test names its rank count.
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -242,6 +244,16 @@ def test_codes_of_save_model_are_not_read_as_values(
         with pytest.raises(CheckpointError, match=CODES) as caught:
             load_checkpoint_in_model(other, path)
         assert "call quantshard.convert with the recipe" in str(caught.value)
+    if index := [*tmp_path.glob("*.index.json")]:
+        content = json.loads(index[0].read_text())
+        elsewhere = tmp_path / "elsewhere"
+        (elsewhere / "shards").mkdir(parents=True)
+        for name in {*content["weight_map"].values()}:
+            shutil.copy(tmp_path / name, elsewhere / "shards")
+        content["weight_map"] = {key: f"shards/{name}" for key, name in content["weight_map"].items()}
+        (elsewhere / index[0].name).write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=CODES):
+            load_checkpoint_in_model(other, elsewhere / index[0].name)
     assert bits(other) == before
     other = build("mxfp8", seed=1)
     load_checkpoint_in_model(other, tmp_path)

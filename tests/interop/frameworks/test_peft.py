@@ -56,14 +56,18 @@ def test_a_model_within_adapters_is_not_written(tmp_path: Path) -> None:
     assert base_bits(LlamaForCausalLM.from_pretrained(tmp_path / "unloaded")) == base_bits(build("mxfp8"))
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", None])
-def test_whole_layers_of_an_adapter_are_loaded(recipe: str | None, tmp_path: Path) -> None:
-    def model() -> Any:
+@pytest.mark.parametrize(("trained", "loaded"), [("mxfp8", None), (None, "mxfp8")])
+def test_whole_layers_of_an_adapter_are_quantized_as_in_the_model(
+    trained: str | None, loaded: str | None, tmp_path: Path
+) -> None:
+    def model(recipe: str | None) -> Any:
         return plain() if recipe is None else build(recipe)
 
-    wrapped = get_peft_model(model(), register(config(target_modules=["q_proj"], modules_to_save=["down_proj"])))
+    wrapped = get_peft_model(model(trained), register(config(target_modules=["q_proj"], modules_to_save=["down_proj"])))
     wrapped.save_pretrained(str(tmp_path / "adapter"))
-    load_adapter(model(), tmp_path / "adapter")
+    load_adapter(model(trained), tmp_path / "adapter")
+    with pytest.raises(ConfigurationError, match=r"model.layers.0.mlp.down_proj.weight \(modules_to_save\) is \w+ in"):
+        load_adapter(model(loaded), tmp_path / "adapter")
 
 
 def optimizer_of(model: nn.Module) -> FusedAdam:
