@@ -109,7 +109,9 @@ class Recipe:
         """How weights are stored, or None if they stay in high precision."""
         specs = {self.table.get((TensorRole.WEIGHT, gemm)) for gemm in (Gemm.FPROP, Gemm.DGRAD)}
         if len(specs) != 1:
-            raise ConfigurationError(f"recipe {self.name!r} has two formats for weights ({specs}); give one row")
+            raise ConfigurationError(
+                f"recipe {self.name!r} has two formats for weights ({specs}); use one for fprop and dgrad"
+            )
         spec = specs.pop()
         if spec is None:
             return None
@@ -117,7 +119,7 @@ class Recipe:
             raise ConfigurationError(f"recipe {self.name!r}: weights take no stochastic_rounding or random_hadamard")
         blocks = {copy.block for copy in spec.format.copies.values()}
         if spec.scaling.history and blocks != {(formats.ALL, formats.ALL)}:
-            raise ConfigurationError(f"recipe {self.name!r}: {spec.format.name} has blocks, so it takes no history")
+            raise ConfigurationError(f"recipe {self.name!r}: {spec.format.name} has blocks; a history needs one scale")
         return spec
 
     @cached_property

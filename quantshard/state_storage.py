@@ -158,9 +158,11 @@ largest, and with them the error of rounding to FP8.
 
 def check_remainders(where: str, has_masters: bool, master: torch.dtype) -> None:
     """Check that `store_param_remainders` is used with masters, of a dtype that it supports."""
-    if not has_masters or master is torch.bfloat16:
-        rule = f"needs master_weights=True, and master_weight_dtype float32, or float16 for FP8 weights, not {master}"
-        raise ConfigurationError(f"{where}(store_param_remainders=True) {rule}")
+    if not has_masters:
+        raise ConfigurationError(f"{where}(store_param_remainders=True) needs masters; pass master_weights=True")
+    if master is torch.bfloat16:
+        rule = "use float32, or float16 for FP8 weights"
+        raise ConfigurationError(f"{where}(store_param_remainders=True, master_weight_dtype={master}): {rule}")
 
 
 def chosen_options(where: str, preset: str | None, options_by_name: Mapping[str, Any]) -> StateOptions:

@@ -237,7 +237,9 @@ class DotProductAttention(QuantizedModule):
     ) -> Tensor | None:
         """Return the bias of scores, and put the slopes of ALiBi into `call`."""
         check_choice("DotProductAttention.forward", "core_attention_bias_type", kind, BIAS_TYPES)
-        if (bias is not None) != kind.endswith("scale_bias") or (slopes is not None and kind != "alibi"):
+        if bias is None and kind.endswith("scale_bias"):
+            raise ConfigurationError(f"core_attention_bias_type={kind!r} needs core_attention_bias")
+        if (bias is not None and not kind.endswith("scale_bias")) or (slopes is not None and kind != "alibi"):
             rule = "core_attention_bias is for '..._scale_bias' only, and alibi_slopes for 'alibi' only"
             raise ConfigurationError(f"core_attention_bias_type={kind!r}: {rule}")
         if kind == "alibi":

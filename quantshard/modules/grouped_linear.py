@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -108,10 +108,16 @@ class GroupedLinear(QuantizedModule):
         self._note_spread()
 
     def _note_spread(self) -> None:
-        """Mark parameters as spread over ranks, for optimizers. After `fully_shard`, their mesh says so instead."""
+        """Mark parameters as expert-parallel, for optimizers. `__setattr__` marks the shards of FSDP2."""
         if (expert_axis := self._spread_axis) is not None:
             for param in self.parameters(recurse=False):
                 process_groups.spread_over(param, expert_axis.get_group())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # FSDP2 replaces parameters by shards on a mesh that lacks the expert axis
+        if isinstance(value, DTensor) and isinstance(value, nn.Parameter) and (axis := self._spread_axis) is not None:
+            process_groups.spread_over(value, axis.get_group())
 
     @property
     def _spread_axis(self) -> DeviceMesh | None:

@@ -59,7 +59,8 @@ def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) ->
                 continue
             if not isinstance(number, int | float | Tensor) or not lowest <= number <= highest:
                 bound = "less than 1 (in float32)" if highest < 1 else f"at most {highest:g}"
-                raise ConfigurationError(f"{where}: {name}={value!r} must be finite, at least {lowest:g} and {bound}")
+                rule = "a number, at least 0" if highest == math.inf else f"finite, at least {lowest:g} and {bound}"
+                raise ConfigurationError(f"{where}: {name}={value!r} must be {rule}")
 
 
 def rounding_seed(params: Sequence[Tensor]) -> int:
@@ -207,7 +208,8 @@ class ParameterOptimizer(torch.optim.Optimizer):
             return False
         if components.quantized_local(param) is not None:
             problem = f"{self._names[param]} was given new values after this {self._name} was built"
-            raise ConfigurationError(f"{problem}; load the optimizer's state too, or call reseed_masters()")
+            remedy = "its masters would overwrite them: load the optimizer's state too, or call reseed_masters()"
+            raise ConfigurationError(f"{problem}; {remedy}")
         return True
 
     def _raise_for_frozen(self, param: Tensor) -> None:

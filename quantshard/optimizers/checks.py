@@ -42,9 +42,13 @@ def check_group_options(where: str, group: Mapping[str, Any], allowed: Container
 
 
 def check_release(where: str, is_releasing: bool, decoupled: bool, max_norm: float, max_value: float) -> None:
+    if not isinstance(is_releasing, bool):
+        raise ConfigurationError(f"{where}(release_gradients={is_releasing!r}): use True or False")
     if is_releasing and decoupled:
         raise ConfigurationError(f"{where}: release_gradients reads gradients; it cannot use_decoupled_grad")
     for name, value in (("max_grad_norm", max_norm), ("max_grad_value", max_value)):
+        if not isinstance(value, int | float):
+            raise ConfigurationError(f"{where}({name}={value!r}): use one number")
         if value and not is_releasing:
             raise ConfigurationError(f"{where}({name}) needs release_gradients; otherwise clip before step()")
 

@@ -112,3 +112,27 @@ def released_by_ddp() -> str:
 
 def test_ddp_is_refused_on_every_rank() -> None:
     assert all("use fully_shard for the whole model, not DDP" in message for message in run_ranks(2, released_by_ddp))
+
+
+def norms_of_sharded_experts() -> tuple[float, float]:
+    """Each rank holds one of two experts, as FSDP2 shards on a mesh of one rank."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    norms = []
+    for releases in (False, True):
+        torch.manual_seed(0)
+        with qs.quantized_model_init(recipe="current"):
+            layer = qs.GroupedLinear(2, 40, 33, ep_mesh=mesh["ep"], params_dtype=torch.bfloat16, device="cpu")
+        fully_shard(layer, mesh=mesh["dp"])
+        options: dict[str, Any] = {"max_grad_norm": 1e-3} if releases else {}
+        optimizer = FusedAdam(layer.parameters(), lr=1e-2, release_gradients=releases, **options)
+        x = torch.randn(6, 40, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+        with qs.autocast(recipe="current"):
+            layer(x, [6]).float().square().mean().backward()
+        norms.append(0.0 if releases else float(clip_grad_norm_(layer, float("inf"))))
+        optimizer.step()
+    return norms[0], float(optimizer.state_dict()["param_groups"][0]["grad_norm"])
+
+
+def test_sharded_experts_of_other_ranks_count_in_the_norm() -> None:
+    (expected, released), other = run_ranks(2, norms_of_sharded_experts)
+    assert released == expected > 0 and other == (expected, released)
