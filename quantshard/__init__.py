@@ -28,9 +28,7 @@ from quantshard.modules import (
     quantized_model_init,
 )
 from quantshard.private_torch import lookup as _lookup
-from quantshard.tensor import arithmetic as _arithmetic
-from quantshard.tensor import aten_rules as _aten_rules
-from quantshard.tensor import copy_rules as _copy_rules
+from quantshard.tensor import arithmetic as _arithmetic, aten_rules as _aten_rules, copy_rules as _copy_rules
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.requantize import requantize_
 from quantshard.tools.observe import explain

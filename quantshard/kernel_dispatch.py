@@ -14,20 +14,20 @@ from torch import Tensor
 from quantshard import kernels, numerics, private_torch
 from quantshard.formats import ALL, Encoding, Format, OrientedCodes, Role, Scaling
 from quantshard.numerics import Grids, Pair, RandomBits, cross_entropy, gemm_layouts, quantization_error
-from quantshard.numerics.gemm_layouts import StoredMatrix as StoredMatrix
-from quantshard.numerics.gemm_layouts import SwizzledMatrix as SwizzledMatrix
+from quantshard.numerics.gemm_layouts import StoredMatrix as StoredMatrix, SwizzledMatrix as SwizzledMatrix
 
 if kernels.USABLE:
-    from quantshard.kernels.fused import cross_entropy as cross_entropy_kernel
-    from quantshard.kernels.fused import rounded_sum as sum_kernel
+    from quantshard.kernels.fused import cross_entropy as cross_entropy_kernel, rounded_sum as sum_kernel
     from quantshard.kernels.optimizer import multi_tensor
-    from quantshard.kernels.quantize import amax as amax_kernel
-    from quantshard.kernels.quantize import dequantize as dequantize_kernel
-    from quantshard.kernels.quantize import error as error_kernel
-    from quantshard.kernels.quantize import matrix as quantize_kernel
-    from quantshard.kernels.quantize import random_words as words_kernel
-    from quantshard.kernels.quantize import swizzle as swizzle_kernel
-    from quantshard.kernels.quantize import transpose as transpose_kernel
+    from quantshard.kernels.quantize import (
+        amax as amax_kernel,
+        dequantize as dequantize_kernel,
+        error as error_kernel,
+        matrix as quantize_kernel,
+        random_words as words_kernel,
+        swizzle as swizzle_kernel,
+        transpose as transpose_kernel,
+    )
     from quantshard.kernels.quantize.targets import QuantizeRequest, QuantizeSpec
 
 RandomWords = Tensor | RandomBits

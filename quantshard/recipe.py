@@ -26,12 +26,16 @@ import torch
 from quantshard import formats
 from quantshard.errors import ConfigurationError, meant
 from quantshard.formats import Scaling
-from quantshard.recipe_table import OPERANDS, Table, check_scalings
-from quantshard.recipe_table import Gemm as Gemm
-from quantshard.recipe_table import QuantSpec as QuantSpec
-from quantshard.recipe_table import Recipe as Recipe
-from quantshard.recipe_table import TableRecipe as TableRecipe
-from quantshard.recipe_table import TensorRole as TensorRole
+from quantshard.recipe_table import (
+    OPERANDS,
+    Gemm as Gemm,
+    QuantSpec as QuantSpec,
+    Recipe as Recipe,
+    Table,
+    TableRecipe as TableRecipe,
+    TensorRole as TensorRole,
+    check_scalings,
+)
 
 
 class ElementFormats(str, Enum):

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from quantshard import sharding
 from quantshard.recipe import QuantSpec
-from quantshard.tensor import parameter_state
-from quantshard.tensor import storage as storages
+from quantshard.tensor import parameter_state, storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 

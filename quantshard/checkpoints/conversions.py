@@ -27,8 +27,7 @@ from quantshard.numerics.states import AVERAGE, MASTER, REMAINDER_SUFFIX
 from quantshard.recipe import QuantSpec
 from quantshard.recipe_table import format_of_tag
 from quantshard.state_storage import STATE_QUANT_SPECS, STATE_SCALE_SUFFIXES, scaled_state, stored_state_spec
-from quantshard.tensor import components, requantize
-from quantshard.tensor import storage as storages
+from quantshard.tensor import components, requantize, storage as storages
 from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 from quantshard.tensor.storage import QuantizedStorage
 

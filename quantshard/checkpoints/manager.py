@@ -12,8 +12,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future, ThreadPoolExecutor, wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any

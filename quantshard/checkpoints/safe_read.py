@@ -16,8 +16,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future

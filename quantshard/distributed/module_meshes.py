@@ -18,8 +18,7 @@ from quantshard import limits, private_torch, sharding
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Role
 from quantshard.recipe import QuantSpec
-from quantshard.tensor import components, parameter_state
-from quantshard.tensor import storage as storages
+from quantshard.tensor import components, parameter_state, storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
 

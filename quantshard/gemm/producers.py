@@ -24,9 +24,7 @@ from quantshard.gemm.operands import Operand, OperandPlan, OperandUsage, RandomB
 from quantshard.kernels import workspace
 from quantshard.kernels.fused import activation as activation_kernels
 from quantshard.kernels.fused.epilogue import KernelOutputs, Targets
-from quantshard.kernels.quantize import amax as amax_kernels
-from quantshard.kernels.quantize import matrix as quantize_kernels
-from quantshard.kernels.quantize import targets as kt
+from quantshard.kernels.quantize import amax as amax_kernels, matrix as quantize_kernels, targets as kt
 from quantshard.kernels.quantize.random_words import KEYS
 from quantshard.kernels.quantize.swizzle import SwizzleRequest
 from quantshard.numerics import Pair

@@ -6,8 +6,7 @@ from typing import Any
 
 from lightning.fabric import strategies as fabric_strategies
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch import strategies as trainer_strategies
+from lightning.pytorch import LightningModule, Trainer, strategies as trainer_strategies
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh

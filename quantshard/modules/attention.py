@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard.errors import ConfigurationError
-from quantshard.modules import norm as norms
-from quantshard.modules import rotary
+from quantshard.modules import norm as norms, rotary
 from quantshard.modules.attention_backends import AUTO
 from quantshard.modules.attention_core import DotProductAttention, key_groups
 from quantshard.modules.attention_masks import AttentionMask, WindowSize, check_choice

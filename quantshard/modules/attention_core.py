@@ -17,8 +17,7 @@ from quantshard import private_torch
 from quantshard.collectives.process_groups import Group
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError, warn_user
-from quantshard.modules import attention_backends as backends
-from quantshard.modules import attention_masks as masks
+from quantshard.modules import attention_backends as backends, attention_masks as masks
 from quantshard.modules.attention_backends import AUTO, BACKENDS, AttentionCall
 from quantshard.modules.attention_masks import AttentionMask, Diagonals, Packing, WindowSize, check_choice, mask_type
 from quantshard.modules.base.module import QuantizedModule

@@ -30,9 +30,7 @@ from quantshard.recipe import Recipe, TensorRole
 if kernels.USABLE:
     from quantshard.gemm import producers
     from quantshard.gemm.producers import OperandProducer
-    from quantshard.kernels.fused import activation as activation_kernels
-    from quantshard.kernels.fused import epilogue
-    from quantshard.kernels.fused import norm as norm_kernels
+    from quantshard.kernels.fused import activation as activation_kernels, epilogue, norm as norm_kernels
     from quantshard.kernels.quantize import amax as amax_kernels
     from quantshard.kernels.quantize.targets import BlockAmaxes
 

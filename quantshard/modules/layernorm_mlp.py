@@ -31,8 +31,7 @@ from quantshard.modules.norm import Normalization
 from quantshard.tensor import component_loading
 
 if kernels.USABLE:
-    from quantshard.kernels.fused import activation as activation_kernel
-    from quantshard.kernels.fused import epilogue
+    from quantshard.kernels.fused import activation as activation_kernel, epilogue
 
 _QGELU = 1.702  # x * sigmoid(1.702 x), the quick approximation of gelu
 

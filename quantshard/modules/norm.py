@@ -31,8 +31,7 @@ from quantshard.modules.base.composite import CompositeModule
 from quantshard.modules.base.module import QuantizedModule
 
 if kernels.USABLE:
-    from quantshard.kernels.fused import epilogue
-    from quantshard.kernels.fused import norm as norm_kernel
+    from quantshard.kernels.fused import epilogue, norm as norm_kernel
 
 KINDS = ("LayerNorm", "RMSNorm")
 

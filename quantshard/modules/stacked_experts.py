@@ -20,8 +20,7 @@ from quantshard.modules.gemms import graph_state, grouped, stacked
 from quantshard.modules.gemms.row_exchange import NO_EXCHANGE, RowExchange
 from quantshard.modules.gemms.stacked import StackedLayer
 from quantshard.recipe import Recipe
-from quantshard.tensor import moves, parameter_state, requantize
-from quantshard.tensor import storage as storages
+from quantshard.tensor import moves, parameter_state, requantize, storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
 

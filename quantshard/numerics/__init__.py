@@ -25,17 +25,21 @@ import torch
 from torch import Tensor
 
 from quantshard.formats import ALL, E8M0, FP32, Encoding, Format, Orientation, OrientedCodes, Role, Scaling
-from quantshard.numerics.random_bits import Pair as Pair
-from quantshard.numerics.random_bits import RandomBits as RandomBits
-from quantshard.numerics.random_bits import in_chunks as in_chunks
-from quantshard.numerics.random_bits import philox as philox
-from quantshard.numerics.random_bits import random_words as random_words
-from quantshard.numerics.random_bits import swap_halves as swap_halves
-from quantshard.numerics.transforms import hadamard16 as hadamard16
-from quantshard.numerics.transforms import join_bfloat16 as join_bfloat16
-from quantshard.numerics.transforms import split_bfloat16 as split_bfloat16
-from quantshard.numerics.transforms import swizzled as swizzled
-from quantshard.numerics.transforms import unswizzled as unswizzled
+from quantshard.numerics.random_bits import (
+    Pair as Pair,
+    RandomBits as RandomBits,
+    in_chunks as in_chunks,
+    philox as philox,
+    random_words as random_words,
+    swap_halves as swap_halves,
+)
+from quantshard.numerics.transforms import (
+    hadamard16 as hadamard16,
+    join_bfloat16 as join_bfloat16,
+    split_bfloat16 as split_bfloat16,
+    swizzled as swizzled,
+    unswizzled as unswizzled,
+)
 
 Grids = Mapping[str, Tensor]  # keys: names of scale and amax components
 

@@ -23,8 +23,7 @@ from quantshard.numerics import RandomBits, split_codes
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX, WEIGHT, StateKind, StateSpec
 from quantshard.recipe import QuantSpec
 from quantshard.state_storage import needs_master, splits, state_quant_spec, stored_dtype
-from quantshard.tensor import components, parameter_state, requantize
-from quantshard.tensor import storage as storages
+from quantshard.tensor import components, parameter_state, requantize, storage as storages
 from quantshard.tensor.parameter_state import AMAX_HISTORY
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import QuantizedStorage, Remainder

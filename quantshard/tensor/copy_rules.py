@@ -8,8 +8,7 @@ from torch import Tensor
 
 from quantshard import limits
 from quantshard.errors import UnsupportedOperationError
-from quantshard.tensor import parameter_state
-from quantshard.tensor import storage as storages
+from quantshard.tensor import parameter_state, storage as storages
 from quantshard.tensor.aten_rules import refused, rule
 from quantshard.tensor.parameter_state import AMAX_HISTORY
 from quantshard.tensor.quantized_tensor import QuantizedTensor

@@ -27,8 +27,7 @@ from torch.optim import AdamW, Optimizer
 import quantshard as qs
 from quantshard.errors import QuantshardError
 from quantshard.optimizers import FusedAdam, Lion, MasterWeights, Muon, muon_groups
-from tests.distributed.models import RECIPES as BY_NAME
-from tests.distributed.models import content
+from tests.distributed.models import RECIPES as BY_NAME, content
 from tests.interpreter import kernels_on, prepared_once
 
 HIDDEN, FFN, TOKENS, STEPS = 40, 88, 7, 3

@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from quantshard.checkpoints import Manager
-from quantshard.checkpoints import manager as managers
+from quantshard.checkpoints import Manager, manager as managers
 from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.errors import CheckpointError, ConfigurationError

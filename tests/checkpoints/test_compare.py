@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from typer.testing import CliRunner
 
 import quantshard as qs
-from quantshard.checkpoints import comparison as module
-from quantshard.checkpoints import save
+from quantshard.checkpoints import comparison as module, save
 from quantshard.checkpoints.comparison import Comparison, compare, largest_difference
 from quantshard.errors import CheckpointError
 from quantshard.tools.cli import app

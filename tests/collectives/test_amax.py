@@ -5,8 +5,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from quantshard import QuantizedTensor, kernel_dispatch, requantize_
 from quantshard.collectives import flat_max as flat

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from quantshard import private_torch, recipe
-from quantshard.checkpoints import Manager
-from quantshard.checkpoints import manager as managers
+from quantshard.checkpoints import Manager, manager as managers
 from quantshard.checkpoints.comparison import compare
 from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.commit import CommitWriter

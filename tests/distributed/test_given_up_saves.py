@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from quantshard.checkpoints import Manager, saving
-from quantshard.checkpoints import manager as managers
+from quantshard.checkpoints import Manager, manager as managers, saving
 from quantshard.checkpoints.disk import ownership
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam

@@ -20,8 +20,7 @@ from quantshard.optimizers import FusedAdam
 from tests.distributed import parallel, test_parallel
 from tests.distributed.models import MESHES, RECIPES, Case, bits, build, mesh_of, optimizer_of, train
 from tests.distributed.pool import run_ranks
-from tests.distributed.test_fused_adam import MASTERS
-from tests.distributed.test_fused_adam import MOMENTS as OPTIMIZER_MOMENTS
+from tests.distributed.test_fused_adam import MASTERS, MOMENTS as OPTIMIZER_MOMENTS
 from tests.distributed.test_manager import saved_beside_training
 from tests.distributed.test_matrix import first_run, reference, second_run
 from tests.distributed.test_recompute import runs as recomputed

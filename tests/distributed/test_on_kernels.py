@@ -22,8 +22,7 @@ pytest.importorskip("triton")
 from quantshard.errors import RankMismatchError
 from quantshard.modules.gemms import grouped
 from quantshard.optimizers import FusedAdam, Lion
-from tests.distributed import experts as experts_case
-from tests.distributed import test_muon as muon_case
+from tests.distributed import experts as experts_case, test_muon as muon_case
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_fused_adam import Case, build, cut_like, message_of

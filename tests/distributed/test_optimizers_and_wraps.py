@@ -36,13 +36,13 @@ from tests.distributed.wraps import (
     Found,
     Named,
     Net,
+    build as build_net,
     data_parallel,
     fp32_by_hand,
     inputs,
     shard,
     train,
 )
-from tests.distributed.wraps import build as build_net
 
 pytestmark = pytest.mark.distributed
 

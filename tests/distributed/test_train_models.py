@@ -23,8 +23,7 @@ from quantshard import QuantizedTensor, private_torch, recipe
 from quantshard.errors import ConfigurationError
 from quantshard.tools.trainer.data import collect
 from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer, make_optimizer
-from quantshard.tools.trainer.models import huggingface, initialization
-from quantshard.tools.trainer.models import model as models
+from quantshard.tools.trainer.models import huggingface, initialization, model as models
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.values import SIZES, LayerRecipes, MeshSpec

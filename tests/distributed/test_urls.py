@@ -21,8 +21,7 @@ from quantshard.checkpoints.comparison import compare
 from quantshard.checkpoints.disk import commit, manifest
 from quantshard.checkpoints.disk.ownership import Ownership
 from quantshard.checkpoints.disk.store import locate
-from quantshard.checkpoints.inspection import inspect_checkpoint as inspect
-from quantshard.checkpoints.inspection import verify
+from quantshard.checkpoints.inspection import inspect_checkpoint as inspect, verify
 from quantshard.checkpoints.manager import Manager
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.tools.cli import app

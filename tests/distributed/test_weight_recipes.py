@@ -14,8 +14,7 @@ from quantshard.tensor import components
 from tests.distributed.commands import quantshard
 from tests.distributed.models import MESHES, OF_WEIGHTS, Case, build, recipe_of
 from tests.distributed.pool import run_ranks
-from tests.distributed.tensor_parallel import Case as TensorParallelCase
-from tests.distributed.tensor_parallel import table
+from tests.distributed.tensor_parallel import Case as TensorParallelCase, table
 from tests.distributed.test_matrix import SHAPES, QuantSpec, first_runs, references, runs_elsewhere, second_runs
 from tests.distributed.test_tensor_parallel import ORDER_OF_SUMS
 

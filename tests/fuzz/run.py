@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import seed as seeded
+from hypothesis import HealthCheck, Phase, given, seed as seeded, settings
 
 from tests.fuzz.heavy import HEAVY, heavy
 from tests.fuzz.judge import FAULTS, READ, REFUSED, Verdict, judge

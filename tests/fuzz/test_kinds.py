@@ -12,8 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from quantshard.errors import CheckpointError
-from tests.fuzz import judge as judging
-from tests.fuzz import run
+from tests.fuzz import judge as judging, run
 from tests.fuzz.judge import READ, REFUSED, judge
 from tests.fuzz.kinds import Kind, built
 from tests.fuzz.mutations import at, deep, places, put, replaced, without

@@ -7,8 +7,7 @@ pytest.importorskip("triton")
 
 from quantshard import numerics
 from quantshard.formats import ALL, FP8_1X128, FP8_128X128, NVFP4_1X16, Orientation, Scaling
-from quantshard.kernels.fused import activation as ka
-from quantshard.kernels.fused import epilogue
+from quantshard.kernels.fused import activation as ka, epilogue
 from quantshard.kernels.fused.epilogue import KernelOutputs
 from quantshard.kernels.quantize import targets as kt
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate

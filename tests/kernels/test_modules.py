@@ -23,8 +23,7 @@ from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
 from quantshard.modules.norm import Normalization
 from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 from tests.covering import exhaustive, in_turns
-from tests.kernels import test_activation as of_activation
-from tests.kernels import test_norm as of_norm
+from tests.kernels import test_activation as of_activation, test_norm as of_norm
 from tests.kernels.cases.base import agrees
 from tests.kernels.cases.fused import EPS, ActivationReference, NormReference
 

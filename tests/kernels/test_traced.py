@@ -32,10 +32,8 @@ from quantshard.optimizers import FusedAdam
 from quantshard.recipe import Gemm, QuantSpec, TableRecipe, TensorRole, resolve
 from quantshard.tensor import observation
 from tests.covering import exhaustive
-from tests.distributed.models import OF_WEIGHTS
-from tests.distributed.models import RECIPES as BY_RECIPE
-from tests.modules.test_reduce_overhead import HeldParts, Pair, assert_same, cut_as_on_a_gpu
-from tests.modules.test_reduce_overhead import trained as steps
+from tests.distributed.models import OF_WEIGHTS, RECIPES as BY_RECIPE
+from tests.modules.test_reduce_overhead import HeldParts, Pair, assert_same, cut_as_on_a_gpu, trained as steps
 
 pytest.importorskip("triton")
 from quantshard.kernels import graph_launch

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 import quantshard
-from quantshard import recipe as recipes
-from quantshard import requantize_
+from quantshard import recipe as recipes, requantize_
 from quantshard.errors import ConfigurationError, QuantshardError, RecipeMismatchError
 from quantshard.modules import LayerNormMLP, Linear, TransformerLayer, autocast, quantized_model_init
 from quantshard.modules.contexts import context, pending_amaxes, settings

@@ -20,8 +20,7 @@ import quantshard.compat.transformer_engine.pytorch as te
 from quantshard import kernel_dispatch, kernels
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules.contexts import pending_amaxes
-from quantshard.modules.graphs import callables
-from quantshard.modules.graphs import recorder as recorders
+from quantshard.modules.graphs import callables, recorder as recorders
 from quantshard.modules.graphs.module_graph import GradientCopy, ModuleGraph
 from quantshard.modules.graphs.recorder import GraphRecorder
 from quantshard.optimizers import FusedAdam, MasterWeights

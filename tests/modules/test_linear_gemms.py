@@ -13,8 +13,7 @@ from itertools import product
 import pytest
 import torch
 
-from quantshard import formats, numerics
-from quantshard import recipe as recipes
+from quantshard import formats, numerics, recipe as recipes
 from quantshard.formats import Format, Orientation, Scaling
 from quantshard.modules import Linear, autocast, quantized_model_init
 from quantshard.tensor.parameter_state import RNG_DRAWS, RNG_KEY

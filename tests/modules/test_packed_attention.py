@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from quantshard.errors import ConfigurationError
-from quantshard.modules import DotProductAttention, MultiheadAttention, RotaryPositionEmbedding, apply_rotary_pos_emb
-from quantshard.modules import attention_backends as backends
+from quantshard.modules import (
+    DotProductAttention,
+    MultiheadAttention,
+    RotaryPositionEmbedding,
+    apply_rotary_pos_emb,
+    attention_backends as backends,
+)
 
 HEADS, GROUPS, SIZE = 4, 2, 16
 LENGTHS = (5, 1, 0, 7)

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gfloat.formats import format_info_ocp_e2m1, format_info_ocp_e4m3, format_info_ocp_e5m2, format_info_ocp_e8m0
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from quantshard import numerics
 from quantshard.formats import (

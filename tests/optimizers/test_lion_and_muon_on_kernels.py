@@ -18,8 +18,7 @@ pytest.importorskip("triton")
 
 from quantshard.errors import NonFiniteGradientError
 from quantshard.numerics.lion import LionSettings
-from quantshard.optimizers import ElementwiseOptimizer, Lion, Muon, kernel_step
-from quantshard.optimizers import muon as muon_module
+from quantshard.optimizers import ElementwiseOptimizer, Lion, Muon, kernel_step, muon as muon_module
 from tests.covering import in_turns
 from tests.distributed.models import RECIPES
 from tests.distributed.test_fused_adam import MASTERS, MOMENTS

@@ -23,8 +23,7 @@ pytest.importorskip("triton")
 
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, UnsupportedOperationError
-from quantshard.kernels.optimizer import multi_tensor
-from quantshard.kernels.optimizer import plan as step_plan
+from quantshard.kernels.optimizer import multi_tensor, plan as step_plan
 from quantshard.optimizers import FusedAdam, Muon, kernel_step
 from quantshard.recipe import resolve
 from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY

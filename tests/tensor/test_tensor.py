@@ -9,8 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from quantshard import QuantizedTensor, numerics, recipe, requantize_
 from quantshard.collectives.flat_max import FlatMax
@@ -18,8 +17,7 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import FORMATS, FP8_E4M3, Orientation, Scaling
 from quantshard.recipe import NAMES, QuantSpec
 from quantshard.sharding import ceil_div, pieces_outermost_first, whole
-from quantshard.tensor import parameter_state
-from quantshard.tensor import storage as storages
+from quantshard.tensor import parameter_state, storage as storages
 from quantshard.tensor.parameter_state import AMAX_HISTORY, RNG_DRAWS, RNG_KEY
 from quantshard.tensor.requantize import Requantization
 from tests.covering import by_turns, exhaustive, in_turns

@@ -18,8 +18,7 @@ from quantshard.interop.conversion import experts, fusion, linear, selection
 from quantshard.interop.conversion.experts import ConvertedExperts
 from quantshard.interop.conversion.forward import enter_recipe, leave_recipe
 from quantshard.interop.conversion.fusion import FusedLayers, UnfusedLayers
-from quantshard.interop.conversion.head_loss import AUTO as AUTO_LOSS
-from quantshard.interop.conversion.head_loss import Loss, check_loss, set_loss, unset_loss
+from quantshard.interop.conversion.head_loss import AUTO as AUTO_LOSS, Loss, check_loss, set_loss, unset_loss
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.interop.conversion.selection import Filter, LayerChoice
 from quantshard.modules.activation_storage import HIGH_PRECISION, check_storage

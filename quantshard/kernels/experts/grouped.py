@@ -20,8 +20,7 @@ from quantshard.kernels import language as ql
 from quantshard.kernels.experts.segments import MANY_ROWS, ExpertSegments
 from quantshard.kernels.fused.epilogue import by_rows, load_tile
 from quantshard.kernels.launch import launch_kernel
-from quantshard.kernels.quantize.matrix import allocate_results, emit
-from quantshard.kernels.quantize.matrix import tile_of as quantize_tile_of
+from quantshard.kernels.quantize.matrix import allocate_results, emit, tile_of as quantize_tile_of
 from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest, plan_quantization
 
 COLS: Final = 128

@@ -24,8 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quantshard.formats import Encoding
-from quantshard.kernels import language as ql
-from quantshard.kernels import scale_rule as sr
+from quantshard.kernels import language as ql, scale_rule as sr
 from quantshard.kernels.experts.segments import FEW_ROWS, MANY_ROWS, ExpertSegments
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.optimizer.multi_tensor import TYPES

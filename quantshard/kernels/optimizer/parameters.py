@@ -17,10 +17,8 @@ from enum import Enum
 import torch
 
 from quantshard.formats import ALL, FP16_1X128, Orientation, OrientedCodes, Scaling
-from quantshard.kernels import language as ql
-from quantshard.kernels import scale_rule as sr
-from quantshard.kernels.optimizer import multi_tensor as km
-from quantshard.kernels.optimizer import states as ks
+from quantshard.kernels import language as ql, scale_rule as sr
+from quantshard.kernels.optimizer import multi_tensor as km, states as ks
 from quantshard.kernels.optimizer.stored import Algorithm, PlainTensor, ScaledTensor, StepParameter, StoredTensor
 from quantshard.numerics.states import AVERAGE, MASTER, WEIGHT, StateKind
 

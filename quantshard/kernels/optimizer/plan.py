@@ -30,10 +30,7 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Orientation
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
-from quantshard.kernels.optimizer import multi_tensor as km
-from quantshard.kernels.optimizer import parameters as kq
-from quantshard.kernels.optimizer import states as ks
-from quantshard.kernels.optimizer import step as kp
+from quantshard.kernels.optimizer import multi_tensor as km, parameters as kq, states as ks, step as kp
 from quantshard.kernels.optimizer.stored import SETTINGS, PlainTensor, ScaledTensor, SettingsRow, StepParameter
 from quantshard.kernels.quantize.targets import touched
 from quantshard.kernels.workspace import device_table

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quantshard.kernels import language as ql
-from quantshard.kernels import scale_rule as sr
+from quantshard.kernels import language as ql, scale_rule as sr
 from quantshard.kernels.optimizer.stored import SETTINGS, Algorithm
 from quantshard.kernels.quantize import random_words as rw
 from quantshard.numerics.states import StateKind

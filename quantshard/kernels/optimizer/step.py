@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 
 from quantshard.kernels import language as ql
-from quantshard.kernels.optimizer import formulas
-from quantshard.kernels.optimizer import states as ks
+from quantshard.kernels.optimizer import formulas, states as ks
 
 
 @triton.jit

@@ -16,9 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.formats import OrientedCodes, Scaling
-from quantshard.kernels import language as ql
-from quantshard.kernels import scale_rule as sr
-from quantshard.kernels import tracing, workspace
+from quantshard.kernels import language as ql, scale_rule as sr, tracing, workspace
 from quantshard.kernels.graph_launch import writes
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize import targets as kt

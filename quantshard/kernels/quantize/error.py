@@ -23,8 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.formats import OrientedCodes, Scaling
-from quantshard.kernels import language as ql
-from quantshard.kernels import scale_rule as sr
+from quantshard.kernels import language as ql, scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import decode_scale, expanded, grid_of_tile, transformed
 from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, Region, TileShape, finite, registers, tiles, tiling

@@ -19,13 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantshard.kernels import language as ql
-from quantshard.kernels import scale_rule as sr
-from quantshard.kernels import workspace
+from quantshard.kernels import language as ql, scale_rule as sr, workspace
 from quantshard.kernels.graph_launch import writes, writes_fields
 from quantshard.kernels.launch import launch_kernel
-from quantshard.kernels.quantize import random_words as rw
-from quantshard.kernels.quantize import targets as kt
+from quantshard.kernels.quantize import random_words as rw, targets as kt
 from quantshard.kernels.quantize.swizzle import SwizzleRequest, swizzle_tile, swizzled
 from quantshard.numerics.transforms import HADAMARD_NEGATIVE
 

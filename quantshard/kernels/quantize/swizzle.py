@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 
 from quantshard.formats import OrientedCodes
-from quantshard.kernels import language as ql
-from quantshard.kernels import workspace
+from quantshard.kernels import language as ql, workspace
 from quantshard.kernels.graph_launch import writes
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.targets import MOST_PLANS, as_known, swizzled_size

@@ -12,8 +12,7 @@ from torch import Tensor
 from triton.runtime.jit import TensorWrapper
 
 from quantshard.formats import ALL, OrientedCodes, Scaling
-from quantshard.kernels import language as ql
-from quantshard.kernels import scale_rule as sr
+from quantshard.kernels import language as ql, scale_rule as sr
 from quantshard.numerics import Pair, RandomBits
 
 

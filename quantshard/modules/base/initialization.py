@@ -19,8 +19,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.modules.gemms.linear_state import HISTORIES
 from quantshard.numerics import distributions
 from quantshard.recipe import QuantSpec, Recipe
-from quantshard.tensor import components, moves, requantize
-from quantshard.tensor import storage as storages
+from quantshard.tensor import components, moves, requantize, storage as storages
 from quantshard.tensor.parameter_state import AMAX_HISTORY, INIT_STREAM, RNG_DRAWS, RNG_KEY
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 

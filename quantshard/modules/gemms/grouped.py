@@ -36,8 +36,7 @@ from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
 
 if kernels.USABLE:
-    from quantshard.kernels.experts import grouped as grouped_kernel
-    from quantshard.kernels.experts import grouped_matmul
+    from quantshard.kernels.experts import grouped as grouped_kernel, grouped_matmul
     from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertBias, ExpertWeights
     from quantshard.kernels.experts.segments import FEW_ROWS, MANY_ROWS, ExpertSegments
     from quantshard.kernels.quantize.amax import scales

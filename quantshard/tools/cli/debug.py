@@ -30,8 +30,7 @@ from quantshard.tools.trainer import data
 from quantshard.tools.trainer.data import Corpus
 from quantshard.tools.trainer.data.corpus import Preparation
 from quantshard.tools.trainer.data.packing import IGNORED, split
-from quantshard.tools.trainer.models import huggingface
-from quantshard.tools.trainer.models import model as models
+from quantshard.tools.trainer.models import huggingface, model as models
 from quantshard.tools.trainer.models.decoder import LanguageModel, linear_names, recipes_of
 from quantshard.tools.trainer.optimizer import make_optimizer
 from quantshard.tools.trainer.run_dir import RunDir, run_of_checkpoint

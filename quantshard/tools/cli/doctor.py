@@ -24,15 +24,13 @@ from rich.text import Text
 from torch import Tensor, nn
 from typer import Option
 
-from quantshard import kernel_dispatch, kernels, sharding
-from quantshard import recipe as recipes
+from quantshard import kernel_dispatch, kernels, recipe as recipes, sharding
 from quantshard.gemm import backend, operands, predictions
 from quantshard.optimizers import FusedAdam
 from quantshard.readable import human_bytes
 from quantshard.recipe import QuantSpec, Recipe
 from quantshard.recipe_table import OPERANDS
-from quantshard.tensor import parameter_state
-from quantshard.tensor import storage as storages
+from quantshard.tensor import parameter_state, storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tools.observe.table import plain_table
 from quantshard.tools.terminal.screen import Screen, say_whole

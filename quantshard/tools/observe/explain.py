@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from quantshard import private_torch
-from quantshard import recipe as recipes
+from quantshard import private_torch, recipe as recipes
 from quantshard.errors import FallbackError, warn_user
 from quantshard.formats import Role
 from quantshard.gemm import predictions

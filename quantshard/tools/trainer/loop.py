@@ -34,8 +34,7 @@ from quantshard.optimizers.base import GRAD_NORM
 from quantshard.tools.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
 from quantshard.tools.trainer.data.packing import IGNORED, most_documents, split
 from quantshard.tools.trainer.measurements import RunStatistics, flops_of_token, peak_of, traced_steps
-from quantshard.tools.trainer.models import initialization
-from quantshard.tools.trainer.models import model as models
+from quantshard.tools.trainer.models import initialization, model as models
 from quantshard.tools.trainer.optimizer import learning_rate, make_optimizer
 from quantshard.tools.trainer.progress import Progress
 from quantshard.tools.trainer.run_dir import RunDir

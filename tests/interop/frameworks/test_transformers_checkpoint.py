@@ -20,8 +20,7 @@ from transformers.trainer_utils import SaveStrategy
 
 import quantshard as qs
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.integrations.transformers import QuantizedTraining
-from quantshard.integrations.transformers import trainer as checkpoint
+from quantshard.integrations.transformers import QuantizedTraining, trainer as checkpoint
 from quantshard.optimizers import FusedAdam
 from tests.covering import exhaustive
 from tests.distributed.models import bits

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch, kernels, numerics
-from quantshard import recipe as recipes
+from quantshard import kernel_dispatch, kernels, numerics, recipe as recipes
 from quantshard.formats import ALL, E4M3
 from quantshard.gemm import operands
 from quantshard.modules import grouped_linear

@@ -22,11 +22,7 @@ from tests.kernels.cases.base import TINY, TOO_FAR, Bound, Expected, KernelCase,
 from tests.kernels.cases.quantize import QUANTIZED, is_decoded, quantization, results_of, timed_of
 
 if kernels.USABLE:
-    from quantshard.kernels.fused import activation as ka
-    from quantshard.kernels.fused import cross_entropy as ke
-    from quantshard.kernels.fused import norm as kn
-    from quantshard.kernels.fused import rotary as kr
-    from quantshard.kernels.fused import rounded_sum
+    from quantshard.kernels.fused import activation as ka, cross_entropy as ke, norm as kn, rotary as kr, rounded_sum
     from quantshard.kernels.fused.epilogue import KernelOutputs, Targets
     from quantshard.kernels.quantize import amax
     from quantshard.kernels.quantize.targets import AmaxRequest, BlockAmaxes

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantshard import kernel_dispatch, kernels, numerics
-from quantshard import recipe as recipes
+from quantshard import kernel_dispatch, kernels, numerics, recipe as recipes
 from quantshard.collectives import delayed_scaling
 from quantshard.optimizers import ElementwiseOptimizer, FusedAdam, Lion, Muon
 from quantshard.tensor.quantized_tensor import QuantizedTensor

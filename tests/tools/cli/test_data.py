@@ -19,8 +19,8 @@ from quantshard.tools.trainer.data import (
     collect,
     collect_recorded,
     from_table,
+    windows as windows_module,
 )
-from quantshard.tools.trainer.data import windows as windows_module
 from quantshard.tools.trainer.data.tokenizer import ByteTokenizer
 
 

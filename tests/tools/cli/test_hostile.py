@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import tomli_w
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from quantshard.checkpoints.disk import store
 from quantshard.foreign import tomllib

@@ -31,8 +31,7 @@ from quantshard.tools.trainer.progress import Progress
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.trackers import open_trackers
-from tests.tools.cli.hostile import Started, made, resumed, told
-from tests.tools.cli.hostile import content as config_of
+from tests.tools.cli.hostile import Started, content as config_of, made, resumed, told
 from tests.tools.report.runs import NAMES, entry, sampled
 
 SETTINGS = TrainSettings(tensorboard=True, wandb="project")

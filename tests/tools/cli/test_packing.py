@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import quantshard as qs
 from quantshard.errors import ConfigurationError
 from quantshard.modules import chunked_loss
-from quantshard.tools.trainer.data import Corpus, Windows, collect
-from quantshard.tools.trainer.data import packing as packs
+from quantshard.tools.trainer.data import Corpus, Windows, collect, packing as packs
 from quantshard.tools.trainer.data.chats import ChatTokenizer
 from quantshard.tools.trainer.data.packing import (
     FLAGGED,
@@ -32,8 +31,7 @@ from quantshard.tools.trainer.data.shards import ShardedSource, read_index
 from quantshard.tools.trainer.data.sources import Chat, TextOptions, find
 from quantshard.tools.trainer.data.tokenizer import ByteTokenizer, load_tokenizer
 from quantshard.tools.trainer.loop import source_name
-from quantshard.tools.trainer.models import huggingface
-from quantshard.tools.trainer.models import model as models
+from quantshard.tools.trainer.models import huggingface, model as models
 from quantshard.tools.trainer.settings.config import TrainSettings, from_mapping
 from quantshard.tools.trainer.settings.values import PACKINGS
 from tests.tools.cli import sources

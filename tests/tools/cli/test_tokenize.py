@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from quantshard.errors import ConfigurationError
-from quantshard.tools.trainer.data import shards as shards_module
-from quantshard.tools.trainer.data import sources as sources_module
+from quantshard.tools.trainer.data import shards as shards_module, sources as sources_module
 from quantshard.tools.trainer.data.shards import ShardedSource, read_index
 from quantshard.tools.trainer.data.sources import INDEX, TextOptions, find
 from quantshard.tools.trainer.data.tokenizer import load_tokenizer
