@@ -171,7 +171,7 @@ def refusals() -> list[str]:
 
 WANTED = [
     "LayerNormMLP.fc1_weight [113, 80]: tensor parallelism needs a multiple of 2 in dim 0",
-    "tp_size 2 must divide the heads",
+    "tp_size 2 must divide num_attention_heads and num_gqa_groups; choose a divisor of 1",
     "the tensor-parallel mesh has ('dp', 'tp')",
     "call it once",
     "call it once",

@@ -217,7 +217,8 @@ def test_products_of_codes(counts: str, sizes: tuple[int, int]) -> None:
         z = grouped_matmul.rows_times_weights(
             a, held, segments, torch.float32, transposed=True, biases=ExpertBias.of(biases)
         )
-        room = 2.0**-22 * float(y.abs().sum())
+        # float32 rounds by 2**-24 of a value, and the launches differ by a few roundings of values up to the largest
+        room = 2.0**-20 * float(y.abs().max()) if y.numel() else 0.0
         assert torch.allclose(z.cpu().double(), y.cpu() + added, rtol=2.0**-22, atol=room)
         dx = grouped_matmul.rows_times_weights(b, held, segments, torch.bfloat16, transposed=False)
         close_to(dx, list(zip(dy_of, w_of, strict=True)))

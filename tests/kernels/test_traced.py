@@ -176,7 +176,7 @@ def same(kind: str, recipe: Any, shapes: Sequence[tuple[int, ...]], **options: A
     ("kind", "recipe", "dynamic"),
     exhaustive(
         [("linear", "nvfp4", None), ("linear", "delayed", True), ("mlp", "current", True), ("mlp", "delayed", None)],
-        [("linear", "nvfp4", None), ("linear", "delayed", True)],
+        [("linear", "nvfp4", None), ("mlp", "delayed", None), ("linear", "delayed", True)],
     ),
 )
 def test_each_length_has_a_graph(kind: str, recipe: str, dynamic: bool | None, recorded: list[str]) -> None:

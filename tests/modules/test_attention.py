@@ -328,8 +328,14 @@ def test_rotary_survives_meta():
         (lambda: DotProductAttention(3, SIZE, attn_mask_type="alibi"), "'alibi'.*no_mask, causal"),
         (lambda: DotProductAttention(3, SIZE, qkv_format="hds"), "'hds'.*sbhd, bshd, thd"),
         (lambda: DotProductAttention(3, SIZE, 2), "num_gqa_groups 2 must divide num_attention_heads 3"),
-        (lambda: DotProductAttention(4, SIZE, 2, tp_size=4), "tp_size 4 must divide the heads"),
-        (lambda: DotProductAttention(3, SIZE, tp_size=2), "tp_size 2 must divide the heads"),
+        (
+            lambda: DotProductAttention(4, SIZE, 2, tp_size=4),
+            "tp_size 4 must divide num_attention_heads and num_gqa_groups; choose a divisor of 2",
+        ),
+        (
+            lambda: DotProductAttention(3, SIZE, tp_size=2),
+            "tp_size 2 must divide num_attention_heads and num_gqa_groups; choose a divisor of 3",
+        ),
         (
             lambda: MultiheadAttention(
                 96, 6, fuse_qkv_params=True, qkv_weight_interleaved=False, set_parallel_mode=True, tp_size=2

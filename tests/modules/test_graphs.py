@@ -321,7 +321,7 @@ def test_reset_and_copies(rerun: None) -> None:
     model = built("LayerNormMLP", "current")
     plain = model.forward
     qs.make_graphed_callables(model, (X,), recipe="current")
-    with pytest.raises(ConfigurationError, match="is captured"):
+    with pytest.raises(ConfigurationError, match=r"is captured, or has another forward; call its forward\.reset"):
         qs.make_graphed_callables(model, (X,), recipe="current")
     twin = copy.deepcopy(model)
     assert twin.forward.__self__ is twin

@@ -384,7 +384,7 @@ def call(lengths=LENGTHS, **options):
         ({"pad_between_seqs": True}, "needs cu_seqlens_q_padded"),
         ({"window_size": (-2, 0)}, "use sizes >= 0"),
         ({"attn_mask_type": "padding", "window_size": (-1, 0)}, "or a causal type"),
-        ({"core_attention_bias_type": "post_scale_bias"}, "core_attention_bias is for"),
+        ({"core_attention_bias_type": "post_scale_bias"}, "needs core_attention_bias"),
         ({"core_attention_bias_type": "no_such"}, "'no_such'.*alibi"),
     ],
 )

@@ -366,7 +366,10 @@ def test_names_and_numbers_are_handed_down():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tp_size": 2, "set_parallel_mode": True}, "tp_size 2 must divide the heads"),
+        (
+            {"tp_size": 2, "set_parallel_mode": True},
+            "tp_size 2 must divide num_attention_heads and num_gqa_groups; choose a divisor of 3",
+        ),
         ({"activation": "tanh"}, "'tanh'"),
         ({"normalization": "BatchNorm"}, "'BatchNorm'"),
         ({"attn_input_format": "hds"}, "'hds'"),

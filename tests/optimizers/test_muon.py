@@ -235,7 +235,7 @@ def test_a_models_parameters_are_divided():
 def test_a_head_that_is_not_known_is_asked_for():
     with pytest.raises(ConfigurationError, match=r"not known; name it, as head='out', or give head=\(\)"):
         muon_groups(Decoder())
-    with pytest.raises(ConfigurationError, match=r"head='lm_head'\): no parameter has that name; .*experts"):
+    with pytest.raises(ConfigurationError, match=r"head='lm_head'\): no module or parameter has that name; .*experts"):
         muon_groups(Decoder(), head="lm_head")
 
 
