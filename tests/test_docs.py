@@ -13,6 +13,7 @@ import quantshard
 from benchmarks.convergence_table import bytes_of
 from quantshard import limits, recipe
 from quantshard.compat.transformer_engine.arguments import ARGUMENTS, LEAVE_OUT
+from quantshard.formats import ALL
 from quantshard.interop.layouts.conversion import shapes
 from quantshard.interop.layouts.table import EXACT, LAYOUTS, Layout, Verdict, import_verdict, said, verdict
 from quantshard.state_storage import PRESETS, StateOptions
@@ -103,8 +104,8 @@ Without `max_seqlen_q` the host waits for the GPU. `explain` shows the backend: 
 ARGUMENTS_HEAD = """
 ## Arguments
 
-All arguments of quantshard's [modules](api.md) work. These arguments of TransformerEngine have no effect
-(`is_first_microbatch` only with `fuse_wgrad_accumulation`):
+All arguments of quantshard's [modules](api.md) work. These arguments of TransformerEngine have no effect, except for
+`is_first_microbatch` with `fuse_wgrad_accumulation`:
 
 | argument | of |
 |---|---|"""
@@ -116,7 +117,7 @@ These are accepted with TransformerEngine's default or None; other values raise.
 |---|---|---|"""
 
 LEFT_OUT_HEAD = """
-So are these, which have no replacement; leave them out.
+These too accept only the default or None. They have no replacement; leave them out.
 
 | argument | of |
 |---|---|"""
@@ -259,7 +260,6 @@ optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-3, weight_de
 - Masters are found by name, so build the optimizer over `model.named_parameters()`.
 - NVFP4 is exported weight-only. Values agree within 5 half-ulps of float32, and importing the export restores every
   bit. So does exporting an import, except for the last bit of some second scales of ModelOpt.
-- `hf-fp8` is transformers' layout for one scale per tensor, `vllm-fp8` that of vLLM and SGLang.
 - For norms with `zero_centered_gamma` exports add 1 to gamma and imports subtract 1, except for Gemma, Nemotron and
   Qwen3-Next. A report names rounded sums.
 - No file is unpickled ([security](security.md)).
@@ -278,15 +278,15 @@ and [vLLM](serving.md). SGLang and TensorRT-LLM have not yet been run.
 """
 
 EXACT_HEAD = """Checkpoints of these recipes are exported exactly. For others the layout has different codes, larger
-blocks, power-of-two scales or too few digits, and needs `--lossy`. `modelopt-fp8` needs delayed scaling, because its
-readers need a scale of the activations.
+blocks, power-of-two scales or too few digits. `modelopt-fp8` needs delayed scaling, because its readers need a scale
+of the activations.
 """
 
 IMPORT_HEAD = """
 ## Import
 
-Models of these recipes load a layout exactly. Others need `--lossy`, which requantizes or, for `bf16`, dequantizes the
-weights. `plain` layouts can be quantized without it.
+Models of these recipes load a layout exactly; the notes are conditions. Others need `--lossy`, which requantizes or,
+for `bf16`, dequantizes the weights. `plain` layouts can be quantized without it.
 """
 
 VARIANTS = {
@@ -308,7 +308,7 @@ VARIANTS = {
 
 
 def exact_recipes(judge: Callable[[recipe.QuantSpec | None, Layout], Verdict]) -> list[str]:
-    """Return a row for layouts that are exact for the same recipes; numbered notes below hold the conditions."""
+    """Return rows for layouts that are exact for the same recipes, one row per condition; notes below hold these."""
     notes: dict[str, int] = {}
     rows: dict[str, list[str]] = {}
     for layout in LAYOUTS.values():
@@ -319,11 +319,12 @@ def exact_recipes(judge: Callable[[recipe.QuantSpec | None, Layout], Verdict]) -
                 groups.setdefault(result.why, []).append(name)
         cells = []
         for why, names in groups.items():
-            mark = f" [{notes.setdefault(why, len(notes) + 1)}]" if why else ""
-            cells.append(("all" if len(names) == len(VARIANTS) else ", ".join(names)) + mark)
-        rows.setdefault("; ".join(cells), []).append(f"`{layout.name}`")
-    lines = ["| layouts | exact for |", "|---|---|"]
-    lines += [f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()]
+            conditions = why.removeprefix("if ").split(" and ") if why else []
+            marks = ", ".join(str(notes.setdefault(condition, len(notes) + 1)) for condition in conditions)
+            cells.append(f"{'all' if len(names) == len(VARIANTS) else ', '.join(names)} | {marks} |")
+        rows.setdefault("\n| | ".join(cells), []).append(f"`{layout.name}`")
+    lines = ["| layouts | exact for | note |", "|---|---|---|"]
+    lines += [f"| {', '.join(names)} | {cells}" for cells, names in rows.items()]
     return [*lines, "", *(f"{number}. {why}" for why, number in notes.items())]
 
 
@@ -412,6 +413,18 @@ def test_presets_are_told_with_the_bytes_of_their_formats() -> None:
     table = page.partition("## Presets")[2].partition("\n\n- **")[0]
     assert all(row in table.splitlines() for row in preset_rows()), "\n".join(preset_rows())
     assert {f"`{name}`" for name in PRESETS} == set(re.findall(r"^\| (`\w+`) ", table, re.M))
+
+
+def test_serving_names_exact_layouts() -> None:
+    """The table has a layout that the code calls exact for each recipe, without the scales that vLLM fuses."""
+    table = (DOCS / "serving.md").read_text(encoding="utf-8").partition("## Exact layouts")[2].partition("\n\n[")[0]
+    rows = re.findall(r"^\| (`.+`) \| `(\S+)` \|$", table, re.M)
+    pairs = [(name, LAYOUTS[layout]) for names, layout in rows for name in re.findall(r"`(\S+)`", names)]
+    assert sorted(name for name, _ in pairs) == sorted(name for name in VARIANTS if "(" not in name)
+    kinds = {(name, layout.name): verdict(VARIANTS[name].weight, layout).kind for name, layout in pairs}
+    assert {pair for pair, kind in kinds.items() if kind != EXACT} == set()
+    quantized = [layout for _, layout in pairs if not layout.is_plain]
+    assert not [layout.name for layout in quantized if layout.second or layout.block == (ALL, ALL)]
 
 
 def test_the_readme_and_the_docs_are_short() -> None:
