@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests.distributed.pool import run_ranks
 from tests.pages import snippets
@@ -19,7 +18,7 @@ CHAPTER = "docs/checkpoints.md#checkpoints-of-a-run"
 
 def run_document(folder: str) -> int:
     blocks = [snippets("docs/checkpoints.md")[0], *snippets(CHAPTER)]
-    names: dict[str, Any] = {"dist": dist, "Path": Path}
+    names: dict[str, Any] = {}
     here = Path.cwd()
     os.chdir(folder)
     try:
