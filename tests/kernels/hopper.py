@@ -1,15 +1,17 @@
 """Compile cases of the case table for a Hopper GPU on a machine without one, and print what their kernels
 became: one JSON object for each.
 
-    python tests/kernels/hopper.py [--once] [--shape 256 4096] [CASE ...]
+    python tests/kernels/hopper.py [--once] [--count] [--shape 256 4096] [CASE ...]
 
 Run as a program: Triton must not have been imported under the interpreter. `--once`: of each case, each kernel as it is
-launched first. A kernel that is launched does not run, so what is on the host is garbage; its arguments count alone.
+launched first. `--count`: print the number of operations in Triton's IR, and stop. A kernel that is launched does not
+run, so what is on the host is garbage; its arguments count alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import subprocess
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
+from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.runtime.jit import JITFunction
 
 SHAPE = (256, 4096)
@@ -100,6 +102,24 @@ def became(kernel: Any) -> dict[str, Any]:
     }
 
 
+class CompilationStoppedError(Exception):
+    """Raised in place of the second stage of a compilation, with the module of the first."""
+
+
+def count_operations(compiled: Callable[..., Any], *arguments: Any, **options: Any) -> dict[str, int]:
+    """Count the operations of a kernel in Triton's IR. The stages that take minutes for long kernels do not run."""
+
+    def stop(module: Any, *rest: Any) -> None:
+        raise CompilationStoppedError(str(module))
+
+    CUDABackend.make_ttgir = staticmethod(stop)
+    try:
+        compiled(*arguments, **options)
+    except CompilationStoppedError as stopped:
+        return {"operations": len(re.findall(r"^ +%", str(stopped), re.MULTILINE))}
+    raise AssertionError("Triton did not call CUDABackend.make_ttgir")
+
+
 def case_of(name: str, shape: Sequence[int] = SHAPE) -> KernelCase:
     """Its kernels are not compiled where their results are inputs."""
     row, options = CASES[name]
@@ -125,14 +145,18 @@ def launched(launch: Callable[[], object], compiled: Callable[..., Any], once: b
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--once", action="store_true")
+    parser.add_argument("--count", action="store_true")
     parser.add_argument("--shape", type=int, nargs=2, default=SHAPE, help="of the matrix; a size of 1 is a constant")
     parser.add_argument("case", nargs="*", help="names of cases; default: all that are timed")
     given = parser.parse_args()
-    compiled = JITFunction.run
+    compiled: Callable[..., Any] = JITFunction.run
+    if given.count:
+        compiled = functools.partial(count_operations, compiled)
+    describe: Callable[[Any], dict[str, Any]] = dict if given.count else became
     with kernel_dispatch.kernels_only_on("cpu"):
         for name in given.case or [name for row in table.ROWS for name in row.timed]:
             for kernel, code in launched(case_of(name, given.shape).launch, compiled, given.once):
-                print(json.dumps({"case": name, "kernel": kernel, **became(code)}), flush=True)
+                print(json.dumps({"case": name, "kernel": kernel, **describe(code)}), flush=True)
 
 
 if __name__ == "__main__":

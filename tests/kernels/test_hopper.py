@@ -83,6 +83,21 @@ def compiled(cache: Path, *options: str, cases: Iterable[str] = CHOSEN) -> list[
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.parametrize("recipe", ["block", pytest.param("fp8-weights", marks=pytest.mark.exhaustive)])
+def test_kernels_of_128x128_blocks_repeat_a_step_at_most_twice(tmp_path: Path, recipe: str) -> None:
+    """Triton takes minutes to compile a kernel that updates the 8 tiles of a block one after another without a loop.
+
+    The kernel for `mxfp8` updates one tile.
+    """
+    blocks, tile = f"Adam, {recipe}, lean8", "Adam, mxfp8, lean8"
+    found = compiled(tmp_path, "--count", cases=(blocks, tile))
+    counts = {
+        case: [line["operations"] for line in found if (line["case"], line["kernel"]) == (case, "step_kernel")]
+        for case in (blocks, tile)
+    }
+    assert counts[tile] and max(counts[blocks]) <= 2 * min(counts[tile]), counts
+
+
 @pytest.mark.exhaustive
 def test_sizes_of_one_compile(tmp_path: Path) -> None:
     """Triton makes constants of them, on which less can be called than on numbers; its interpreter does not."""

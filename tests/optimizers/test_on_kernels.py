@@ -180,6 +180,24 @@ def test_wide_tiles_of_a_preset(recipe: str, preset: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("by", "options"),
+    [
+        ("Adam", {"preset": "lean8"}),
+        ("Adam", {"master_weights": False, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.bfloat16}),
+        ("Adam", {"preset": "lean6"}),
+        ("Lion", {"preset": "lean8"}),
+        ("Muon", {"preset": "lean8"}),
+    ],
+)
+def test_blocks_that_are_computed_twice(by: str, options: dict[str, Any]) -> None:
+    """Blocks of several tiles, whose masters are read under the old scales after the new ones are known.
+
+    The learning rate changes every scale.
+    """
+    assert steps.step_case("fp8-weights", [(70, 150)], DEVICE, by=by, lr=0.02, **options).is_right()
+
+
+@pytest.mark.parametrize(
     ("by", "lr"), exhaustive(itertools.product(("Adam", "Lion"), (1e-4, 0.02)), [("Adam", 0.02), ("Lion", 1e-4)])
 )
 def test_an_amax_has_the_oracles_bits_where_few_tiles_can_raise_it(by: str, lr: float) -> None:

@@ -131,6 +131,9 @@ def step_kernel_config(
         state1, remaining[0] if remaining else ABSENT, _split(p.weight, writes_states) if is_split else state(MASTER),
         rowwise, weight(Orientation.COLUMNWISE), state(AVERAGE),
     )  # fmt: skip
+    # unrolled chunks of these states compile for up to minutes
+    if high and not config.rereads and (is_split or state1.stochastic or config.state2.stochastic):
+        config = config._replace(rereads=True, measuring=step_kernel_config(p, aligned, False, False, False))
     return config._replace(only_raises=not (writes_states or writes_weight) and _only_raises(config))
 
 

@@ -54,6 +54,7 @@ class StepKernelConfig(NamedTuple):
     blocks are higher than a tile, so a program updates all its chunks before it quantizes one. `rereads`: it then
     rereads the new values from the float32 masters, which frees registers for another program. `bound`: a
     `numerics.adam.Bound`. `algorithm`: an `Algorithm`. `states`: how many it has. `only_raises`: see `step.raise_amax`.
+    `measuring`: constants of a first loop over the chunks that writes nothing; the second computes the step again.
     """
 
     rows: int
@@ -73,6 +74,7 @@ class StepKernelConfig(NamedTuple):
     columnwise: StateConfig
     average: StateConfig
     only_raises: bool = False
+    measuring: Any = None
 
 
 class StatePointers(NamedTuple):
@@ -345,7 +347,7 @@ def multipliers(amax, slot, tile, region, STATE: tl.constexpr, CONFIG: tl.conste
     if STATE.given:
         amax = tl.load(pointer(slot.given, tl.float32, False) + entries, mask=inside, other=0.0)
     stored_scale, multiplier = sr.scales(amax, second, rule)
-    if not STATE.given:
+    if STATE.writes and not STATE.given:
         dtype: tl.constexpr = tl.float32 if rule.kind == 0 else tl.uint8
         if CONFIG.cols == STATE.cols:  # a warp has a whole row, so its first thread stores the scale
             lane = tl.arange(0, 32)[None, :]

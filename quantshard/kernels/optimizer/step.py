@@ -273,6 +273,8 @@ def update_high(row, end, col, region, operands, GRAD: tl.constexpr, CONFIG: tl.
     ROWS: tl.constexpr = CONFIG.rows
     CHUNKS: tl.constexpr = CONFIG.chunks
     ACROSS: tl.constexpr = CONFIG.cols // WEIGHT_STATE.cols
+    FIRST_LOOP: tl.constexpr = CONFIG if CONFIG.measuring is None else CONFIG.measuring
+    MEASURED_WEIGHT: tl.constexpr = FIRST_LOOP.weight
     entry, gradients, groups, settings = operands
     key = weight_random_key(entry, gradients, groups, CONFIG)
     top = tl.zeros((ROWS, ACROSS), tl.int32)
@@ -281,30 +283,33 @@ def update_high(row, end, col, region, operands, GRAD: tl.constexpr, CONFIG: tl.
         tile_row = row
         while tile_row < end:
             tile = ks.tile_at(tile_row, col, region, CONFIG)
-            x = update_tile(tile, region, entry, gradients, groups, settings, GRAD, CONFIG)
-            row_amaxes = ql.block_amax(x, CONFIG.rows, CONFIG.cols, 1, WEIGHT_STATE.cols)
-            top = tl.maximum(top, row_amaxes.to(tl.int32, bitcast=True))
+            x = update_tile(tile, region, entry, gradients, groups, settings, GRAD, FIRST_LOOP)
+            top = tl.maximum(top, ql.block_amax(x, ROWS, CONFIG.cols, 1, WEIGHT_STATE.cols).to(tl.int32, bitcast=True))
             tile_row += ROWS
     else:
         for c in tl.static_range(CHUNKS):
             tile = ks.tile_at(row + c * ROWS, col, region, CONFIG)
             x = update_tile(tile, region, entry, gradients, groups, settings, GRAD, CONFIG)
-            row_amaxes = ql.block_amax(x, CONFIG.rows, CONFIG.cols, 1, WEIGHT_STATE.cols)
-            top = tl.maximum(top, row_amaxes.to(tl.int32, bitcast=True))
+            top = tl.maximum(top, ql.block_amax(x, ROWS, CONFIG.cols, 1, WEIGHT_STATE.cols).to(tl.int32, bitcast=True))
             updated = updated + (x,)  # type: ignore[assignment]  # noqa: RUF005  Triton has no *
-    top_amaxes = top.to(tl.float32, bitcast=True)
-    amax = ql.block_amax(top_amaxes, CONFIG.rows, ACROSS, WEIGHT_STATE.rows, 1)
+    amax = ql.block_amax(top.to(tl.float32, bitcast=True), ROWS, ACROSS, WEIGHT_STATE.rows, 1)
     slot = ks.slot_of(entry, ks.WEIGHT)
-    multiplier = ks.multipliers(amax, slot, ks.tile_at(row, col, region, CONFIG), region, WEIGHT_STATE, CONFIG)
+    block = ks.tile_at(row, col, region, CONFIG)
+    multiplier = ks.multipliers(amax, slot, block, region, MEASURED_WEIGHT, CONFIG)
     if CONFIG.rereads:
-        tl.debug_barrier()  # other threads have written their masters
+        tl.debug_barrier()  # other threads have written their masters, or read what this one overwrites
         tile_row = row
         while tile_row < end:
             tile = ks.tile_at(tile_row, col, region, CONFIG)
-            x = ks.read_state(entry, ks.MASTER, tile, region, MASTER_STATE, CONFIG)
-            random_bits = ks.state_random_bits(key, tile, WEIGHT_STATE, CONFIG)
-            ks.store_codes(x, multiplier, slot, tile, region, random_bits, WEIGHT_STATE, CONFIG)
+            if CONFIG.measuring is None:
+                x = ks.read_state(entry, ks.MASTER, tile, region, MASTER_STATE, CONFIG)
+            else:
+                x = update_tile(tile, region, entry, gradients, groups, settings, GRAD, CONFIG)
+            ks.store_weight(x, multiplier, slot, entry, tile, region, ks.weight_random_bits(key, tile, CONFIG), CONFIG)
             tile_row += ROWS
+        if CONFIG.measuring is not None:
+            tl.debug_barrier()  # other threads have read the old scale
+            ks.multipliers(amax, slot, block, region, WEIGHT_STATE, CONFIG)
     else:
         for c in tl.static_range(CHUNKS):
             tile = ks.tile_at(row + c * ROWS, col, region, CONFIG)
