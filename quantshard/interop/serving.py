@@ -14,6 +14,8 @@ import importlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -83,12 +85,11 @@ class LiveWeights:
         if model_config is not None and not self.config.get("architectures"):
             self.config["architectures"] = [class_name(self.model)]
         self._names = names
-        source = agreement.run_on_all_ranks(self._source)
-        tags = {weight.tag for weight in source.weights.values() if weight.tag is not None}
+        self._source = agreement.run_on_all_ranks(self._read_structure)
+        tags = {weight.tag for weight in self._source.weights.values() if weight.tag is not None}
         self.layout = table.find(layout, tags)
-        self._metadata: list[TensorSpec] = []
-        self._held: set[str] = set()
-        self.report = self._plan(source)[0].report
+        self._plan, self._batches = self._make_plan(self._source)
+        self.report = self._plan.report
 
     def metadata(self) -> list[TensorSpec]:
         """Return name, dtype and shape of every tensor of the whole model, in the order of iteration."""
@@ -99,23 +100,37 @@ class LiveWeights:
         return set(self._held) if self.held_only else None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
-        plan, batches = self._plan(agreement.run_on_all_ranks(self._source))
-        tensors = (entry for batch in batches for entry in _tensors(batch, plan.report))
-        for name, _, _ in self._metadata:
-            yield next(tensors) if name in self._held else (name, None)
-        self.report = plan.report
+        report = self._update_plan()
+        tensors = chain.from_iterable(batch.make().items() for batch in self._batches)
+        try:
+            for name, _, _ in self._metadata:
+                yield next(tensors) if name in self._held else (name, None)
+        finally:
+            self._source.free()
+        self.report = report
 
     def configuration(self) -> dict[str, Any]:
         """Return the content of config.json for an engine that loads these weights."""
         return self.report.configuration(self.config)
 
-    def _source(self) -> LiveModel:
+    def _read_structure(self) -> LiveModel:
         adapters = [name for name, _ in self.model.named_parameters() if ".base_layer." in name or ".lora_" in name]
         if adapters:
             raise ConfigurationError(f"{adapters[0]} belongs to a PEFT adapter; merge the adapters before a transfer")
         return LiveModel(self.model, self.held_only)
 
-    def _plan(self, source: LiveModel) -> tuple[ExportPlan, list[TensorBatch]]:
+    def _update_plan(self) -> Export:
+        """Plan again if a rank's model has other weights, or if the plan depends on values. Return a new report."""
+        _, is_current = agreement.exchange_results(self._source.is_current, bool)
+        if self._depends_on_values or not all(is_current):
+            self._source = agreement.run_on_all_ranks(self._read_structure)
+            self._plan, self._batches = self._make_plan(self._source)
+        self._plan.report = report = replace(self._plan.report, rounded=[], errors={})
+        report.bytes = sum(batch.nbytes for batch in self._batches)
+        report.averages = len(self._source.weights) if averaging.has_averages(self.model) else 0
+        return report
+
+    def _make_plan(self, source: LiveModel) -> tuple[ExportPlan, list[TensorBatch]]:
         """Check every weight, on all ranks, and plan what this rank yields."""
         centered = components.zero_centered_gammas(self.model)
         report = Export(source.path, self.layout)
@@ -125,18 +140,18 @@ class LiveWeights:
         )  # fmt: skip
         order = {name: number for number, name in enumerate(source.weights)}
 
-        def summarize(batches: Sequence[TensorBatch]) -> list[tuple[int, TensorSpec]]:
+        def summarize(batches: Sequence[TensorBatch]) -> tuple[bool, list[tuple[int, TensorSpec]]]:
             # of several ranks only if they send different tensors
             sent = batches if self.held_only or agreement.rank() == 0 else []
-            return [(order[batch.weight], (name, *spec)) for batch in sent for name, spec in batch.tensors.items()]
+            named = [(order[batch.weight], (name, *spec)) for batch in sent for name, spec in batch.tensors.items()]
+            return source.has_read, named
 
         batches, by_rank = agreement.exchange_results(plan.groups, summarize)
         self._held = {name for batch in batches for name in batch.tensors}
         # ranks with other experts send other names: order them by parameter, then by rank
-        merged = sorted((entry for specs in by_rank for entry in specs), key=lambda entry: entry[0])
+        merged = sorted((entry for _, specs in by_rank for entry in specs), key=lambda entry: entry[0])
         self._metadata = list(dict.fromkeys(spec for _, spec in merged))
-        if averaging.has_averages(self.model):
-            report.averages = len(source.weights)
+        self._depends_on_values = self.layout.input_scale is not None or any(has_read for has_read, _ in by_rank)
         return plan, batches
 
     def _names_of(self, source: LiveModel) -> Names:
@@ -147,13 +162,6 @@ class LiveWeights:
                 shapes = {name: tuple(tensor.shape) for name, tensor in source.tensors.items()}
                 self._names = names_in_files(self.model, shapes)
         return source.held_rows(self._names)
-
-
-def _tensors(batch: TensorBatch, report: Export) -> Iterator[tuple[str, Tensor]]:
-    tensors = batch.make()
-    report.bytes += batch.nbytes
-    for name in batch.tensors:
-        yield name, tensors[name]
 
 
 def weight_source(weights: LiveWeights) -> Any:
@@ -187,12 +195,7 @@ def publish(weights: LiveWeights, folder: str | os.PathLike[str], version: int, 
     if not isinstance(weights, LiveWeights) or weights.held_only:
         raise ConfigurationError("publish: pass LiveWeights of all experts, without held_only")
     agreement.run_on_all_ranks(lambda: _check_version(folder, version, keep))
-    tensors = iter(weights)
-
-    def following() -> dict[str, Tensor]:
-        name, tensor = next(tensors)
-        assert tensor is not None
-        return {name: tensor}
+    tensors: Iterator[Any] = iter(weights)
 
     def write() -> None:
         partial_folder = target.with_name(f".{version}.partial")
@@ -201,7 +204,8 @@ def publish(weights: LiveWeights, folder: str | os.PathLike[str], version: int, 
                 if stale.name[1:].partition(".")[0].isdecimal():
                     shutil.rmtree(stale)
             partial_folder.mkdir(parents=True)
-            groups = [TensorBatch(name, {name: (dtype, shape)}, following) for name, dtype, shape in weights.metadata()]
+            specs = weights.metadata()
+            groups = [TensorBatch(spec[0], {spec[0]: spec[1:]}, lambda: dict([next(tensors)])) for spec in specs]
             files.write_safetensors(partial_folder, groups, _FILE_BYTES, {})
             files.write_json(partial_folder / CONFIGURATION, weights.configuration())
             (partial_folder / _MARK).touch()

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import quantshard as qs
 from quantshard import checkpoints, numerics, serving
 from quantshard.formats import NVFP4_1X16, Orientation
-from quantshard.interop.layouts import export, live
+from quantshard.interop.layouts import export, live, writing
 from quantshard.tools.trainer.settings.values import MeshSpec
 from tests.distributed import test_layouts
 from tests.distributed.models import sha
@@ -234,6 +234,58 @@ def test_a_transfer_inside_averaged_weights_says_so() -> None:
     for outside, inside, differ in run_ranks(2, averaged, None):
         assert differ and not any("averages" in line for line in outside)
         assert "12 tensors have the values of averages of the weights (EMA)" in inside
+
+
+def repeated(_: object) -> list[tuple[bool, int, int]]:
+    """For each layout: whether the second transfer, after a step, equals that of a new object, and plans made."""
+    results = []
+    plain_groups = writing.ExportPlan.groups
+    for recipe, layout, lossy in (("block", "hf-fp8-block", False), ("nvfp4", "modelopt-nvfp4", True)):
+        model = test_layouts.build(recipe, f"dp_shard={dist.get_world_size()}", seed=0)
+        optimizer = test_layouts.FusedAdam(model.named_parameters(), lr=1e-2)
+        options: dict[str, Any] = {"config": test_layouts.HF, "lossy": lossy}
+        plans = [0]
+
+        def counted(plan: Any, plans: list[int] = plans) -> Any:
+            plans[0] += 1
+            return plain_groups(plan)
+
+        writing.ExportPlan.groups = counted  # type: ignore[method-assign]
+        try:
+            weights = serving.LiveWeights(model, layout, **options)
+            first = sent(weights)
+            test_layouts.step(model, optimizer)
+            second, made = sent(weights), plans[0]
+        finally:
+            writing.ExportPlan.groups = plain_groups  # type: ignore[method-assign]
+        assert second.tensors != first.tensors
+        retained = sum(part.nbytes for parts in weights._source._gathered.values() for part in parts.values())
+        results.append((second == sent(serving.LiveWeights(model, layout, **options)), made, retained))
+    return results
+
+
+def test_later_transfers_send_the_present_weights() -> None:
+    """2 ranks. What only depends on the model's structure is planned once; scales that engines fuse are read again."""
+    assert run_ranks(2, repeated, None) == [[(True, 1, 0), (True, 3, 0)]] * 2
+
+
+def test_a_model_that_changes_is_planned_again() -> None:
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**CONFIG, "num_hidden_layers": 1}))
+    qs.convert(model.bfloat16(), "block")
+    weights = serving.LiveWeights(model, "hf-fp8-block")
+    model.model.norm.float()
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, 40, bias=False)
+    tensors = dict(weights)
+    assert weights.metadata() == serving.LiveWeights(model, "hf-fp8-block").metadata()
+    head, norm = tensors["lm_head.weight"], tensors["model.norm.weight"]
+    assert head is not None and norm is not None
+    assert norm.dtype is torch.float32 and torch.equal(head, model.lm_head.weight)
+    with torch.no_grad():
+        model.lm_head.weight.data = model.lm_head.weight.data.half()
+    assert dict(weights)["lm_head.weight"].dtype is torch.float16  # type: ignore[union-attr]
+    model.lm_head.to("meta")
+    with pytest.raises(qs.errors.ConfigurationError, match=r"lm_head\.weight is on the meta device"):
+        next(iter(weights))
 
 
 def requantized(_: object) -> tuple[list[str], float, list[float]]:

@@ -82,12 +82,16 @@ def class_name(model: nn.Module) -> str:
 class LiveModel(WeightReader):
     """A model in training. Reads are collective calls, which all ranks make in the same order.
 
-    `held_only`: do not gather experts of other ranks; the weights are then those of this rank's experts.
+    `held_only`: do not gather experts of other ranks; the weights are then those of this rank's experts. `has_read`:
+    whether a weight's values or scales were read.
     """
 
+    has_read = False
+
     def __init__(self, model: nn.Module, held_only: bool) -> None:
-        self.path = class_name(model)
+        self.path, self._model = class_name(model), model
         averaging.reshard(model)
+        self._contents = _contents(model)
         self._expert_ranks, self._held_only = _expert_ranks(model), held_only
         self.tensors = dict(_entries(model))
         self._history_buffers = dict(model.named_buffers())
@@ -95,6 +99,16 @@ class LiveModel(WeightReader):
         self._buckets = {name: bucket for bucket in self._in_buckets() for name in bucket}
         self._gathered: dict[str, dict[str, _Piece]] = {}
         self._last: tuple[str, Mapping[str, Tensor]] = "", {}
+
+    def is_current(self) -> bool:
+        """Reshard the model, and return whether its modules, weights and buffers are those at construction."""
+        averaging.reshard(self._model)
+        weights = {name: self._weight(name, tensor) for name, tensor in self.tensors.items()}
+        return [*map(id, _contents(self._model))] == [*map(id, self._contents)] and weights == self.weights
+
+    def free(self) -> None:
+        """Free what the last read gathered."""
+        self._gathered, self._last = {}, ("", {})
 
     def _weight(self, name: str, tensor: Tensor) -> ModelWeight:
         if tensor.is_meta:
@@ -164,6 +178,7 @@ class LiveModel(WeightReader):
 
     @torch.no_grad()
     def _gather(self, names: Iterable[str], roles: frozenset[Role]) -> dict[str, dict[str, _Piece]]:
+        self.has_read = True
         pieces = {name: self._pieces(name, roles) for name in names}
         _undo_cuts([piece for by_part in pieces.values() for piece in by_part.values()])
         return pieces
@@ -182,6 +197,10 @@ class LiveModel(WeightReader):
         copy = storage.spec.format.copies[Orientation.ROWWISE]
         parts = (part for part in (copy.codes, copy.scale, copy.amax) if part is not None and part.role in roles)
         return {part.name: _Piece([storage.components[part.name]], storage.shard, part, list(groups)) for part in parts}
+
+
+def _contents(model: nn.Module) -> list[object]:
+    return [*model.modules(), *model.parameters(), *model.buffers()]
 
 
 def _entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
