@@ -5,9 +5,10 @@ scale of the block that contains it, and a block that contains several must find
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from quantshard import numerics
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import ALL, E8M0, FP32, Encoding, Format, Orientation, Role
-from quantshard.interop.layouts.table import Layout, ScaleShape, said
+from quantshard.interop.layouts.table import Layout, ScaleShape, refines, said
 from quantshard.sharding import ceil_div
 from quantshard.tensor import component_loading, components
 
@@ -73,6 +74,20 @@ def to_layout(
     }
 
 
+def converter(
+    layout: Layout, fmt: Format, shape: tuple[int, int], runs: list[RowRun], rows: Tensor | None
+) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    """Return `to_layout` as a function of the components. One run of rows is a view, without an index from the host."""
+    copy, run = fmt.copies[Orientation.ROWWISE], runs[0]
+    heights = [(part.name, part.block_shape[0]) for part in (copy.codes, copy.scale, copy.amax) if part is not None]
+    cuts = {name: slice(run.ours // height, ceil_div(run.ours + run.length, height)) for name, height in heights}
+    ends_inside = any(run.ours % height and cuts[name].stop - cuts[name].start > 1 for name, height in heights)
+    if rows is None or len(runs) > 1 or ends_inside:
+        return partial(to_layout, layout, fmt, shape=shape, rows=rows)
+    cut_shape = run.length, shape[1]
+    return lambda parts: to_layout(layout, fmt, {name: parts[name][cut] for name, cut in cuts.items()}, cut_shape)
+
+
 def layout_scales(
     layout: Layout, fmt: Format, parts: Mapping[str, Tensor], shape: tuple[int, int], rows: Tensor | None = None
 ) -> dict[str, Tensor]:
@@ -80,11 +95,16 @@ def layout_scales(
     copy = fmt.copies[Orientation.ROWWISE]
     if copy.codes.encoding != layout.element:
         raise InexactConversionError(f"its codes are {copy.codes.encoding.name}")
+    grid = parts[copy.scale.name]
     row_index = torch.arange(shape[0], device="cpu") if rows is None else rows
-    if rows is None and copy.block == layout.block:
-        grid = parts[copy.scale.name]
+    if rows is None and all(map(refines, layout.block, copy.block)):
+        for dim, (size, ours, theirs) in enumerate(zip(shape, copy.block, layout.block, strict=True)):
+            if ours != theirs:
+                # without a check of values, for which the host would wait
+                grid = grid.repeat_interleave(ceil_div(min(ours, size), theirs), dim)
+                grid = grid.narrow(dim, 0, ceil_div(size, theirs))
     else:
-        grid = regrid(parts[copy.scale.name][row_index // copy.block[0]], copy.block, layout.block, shape[1])
+        grid = regrid(grid[row_index // copy.block[0]], copy.block, layout.block, shape[1])
     scales = {layout.scale_key: _encoded(grid, copy.scale.encoding, layout.scale)}
     if layout.second is not None:
         assert copy.amax is not None

@@ -12,7 +12,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -346,7 +345,7 @@ class ExportPlan:
             if amax is not None and not self.for_engine:
                 first = 0 if rows is None else int(rows[0]) // amax.block_shape[0]
                 self.noted[NOTED_AMAX + name] = float(self.source.scales(weight)[amax.name].flatten()[first]).hex()
-            exact = partial(conversion.to_layout, self.layout, fmt, shape=shape, rows=rows)
+            exact = conversion.converter(self.layout, fmt, shape, runs, rows)
             if part is None:
                 return lambda: exact(self.source.parts(weight))
             requantized = self._requantized(weight, name, rows, part)
