@@ -46,12 +46,12 @@ PROMPT = [3, 141, 59, 26, 53, 58, 97, 93, 23, 84, 62, 64]
 
 
 class Engine:
-    """A process of tests/interop/vllm_engine.py."""
+    """A process of tests/interop/vllm_engine.py, with `tp` workers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tp: int) -> None:
         replies, end = os.pipe()
-        command = [str(PYTHON), str(ROOT / "tests/interop/vllm_engine.py"), str(folder), str(end)]
-        self.log = folder / "engine.log"
+        command = [str(PYTHON), str(ROOT / "tests/interop/vllm_engine.py"), str(folder), str(end), str(tp)]
+        self.log = folder / f"engine-{tp}.log"
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, pass_fds=[end], cwd=ROOT
@@ -75,11 +75,11 @@ class Engine:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[], Engine]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
-    def started() -> Engine:
-        engines.append(Engine(tmp_path))
+    def started(tp: int = 1) -> Engine:
+        engines.append(Engine(tmp_path, tp))
         return engines[-1]
 
     yield started
@@ -142,7 +142,7 @@ def worst(ours: list[float], theirs: list[float]) -> float:
     ("recipe", "layout"), [("bf16", "plain-bf16"), ("rowwise-f32", "compressed-tensors-fp8-channel")]
 )
 def test_an_engine_computes_with_the_weights_of_the_trainer(
-    recipe: str, layout: str, tmp_path: Path, start: Callable[[], Engine]
+    recipe: str, layout: str, tmp_path: Path, start: Callable[..., Engine]
 ) -> None:
     """2 ranks under FSDP2 train; a third process serves. FP8 parameters in the engine have our bytes."""
     ours = run_ranks(2, train, str(tmp_path), recipe, layout, 2)[0]
@@ -167,6 +167,49 @@ def test_an_engine_computes_with_the_weights_of_the_trainer(
         assert len(after) == 2 * 10 + 3 and all(after[name][2] == wanted[name] for name in after)
 
 
+COLUMNWISE, ROWWISE = r"([qkv]|gate|up)_proj\.|embed_tokens|lm_head", r"(o|down)_proj\.weight$"
+"""Tensors of which vLLM's ranks hold rows, and columns."""
+
+
+def shards(tensors: dict[str, Tensor], rank: int, tp: int) -> dict[str, Tensor]:
+    result = dict(tensors)
+    for name, value in tensors.items():
+        for pattern, dim in ((COLUMNWISE, 0), (ROWWISE, 1)):
+            if re.search(pattern, name):
+                result[name] = value.chunk(tp, dim)[rank].contiguous()
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "layout"), [("bf16", "plain-bf16"), ("rowwise-f32", "compressed-tensors-fp8-channel")]
+)
+def test_an_engine_with_another_tensor_parallel_size(
+    recipe: str, layout: str, tmp_path: Path, start: Callable[..., Engine]
+) -> None:
+    """The trainer has 2 ranks under FSDP2, and vLLM 2 tensor-parallel workers, whose parameters have our bytes."""
+    ours = run_ranks(2, train, str(tmp_path), recipe, layout, 1)[0]
+    later = serving.published(tmp_path)[1].rename(tmp_path / "later")
+    engines = [start(tp) for tp in (1, 2)]
+    for version, trainer in enumerate(ours):
+        if version:
+            later.rename(tmp_path / "1")
+            assert [engine.call("update") for engine in engines] == ["1", "1"]
+        whole, split = (engine.call("logprobs", PROMPT)["logprobs"] for engine in engines)
+        print(
+            f"{layout} version {version}: from 1 worker {worst(whole, split):.4f}, trainer {worst(trainer, split):.4f}"
+        )
+        # workers round their sums to BF16, and scale the inputs of o_proj and down_proj by their own amaxes
+        assert worst(whole, split) < 0.05 and worst(trainer, split) < 0.05
+    assert worst(*ours) > 0.1
+    # vLLM reorders linear layers in BF16 for CPUs
+    if layout != "plain-bf16":
+        (file,) = (tmp_path / "1").glob("*.safetensors")
+        for rank in range(2):
+            wanted = fused(shards(load_file(file), rank, 2))
+            assert {name: entry[2] for name, entry in engines[1].call("parameters", rank).items()} == wanted
+
+
 def ours(recipe: str, x: Tensor) -> Tensor:
     model = build(recipe)
     with torch.no_grad():
@@ -175,7 +218,7 @@ def ours(recipe: str, x: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-def test_linear_layers_agree_and_sources_fit_vllm(tmp_path: Path, start: Callable[[], Engine]) -> None:
+def test_linear_layers_agree_and_sources_fit_vllm(tmp_path: Path, start: Callable[..., Engine]) -> None:
     """A layer of the engine has our codes, scales its input as we do, and differs by the order of its sum."""
     layout = "compressed-tensors-fp8-channel"
     serving.publish(serving.LiveWeights(build("rowwise-f32"), layout), tmp_path, 0)
@@ -194,7 +237,7 @@ def test_linear_layers_agree_and_sources_fit_vllm(tmp_path: Path, start: Callabl
 
 
 @pytest.mark.slow
-def test_a_trainer_that_dies_leaves_no_mixture(tmp_path: Path, start: Callable[[], Engine]) -> None:
+def test_a_trainer_that_dies_leaves_no_mixture(tmp_path: Path, start: Callable[..., Engine]) -> None:
     """Killed while it publishes: the engine keeps its weights. Killed in vLLM's protocol: it refuses to serve."""
     weights = serving.LiveWeights(build("bf16"), "plain-bf16")
     serving.publish(weights, tmp_path, 1)

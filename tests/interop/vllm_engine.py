@@ -27,7 +27,7 @@ import quantshard as qs  # noqa: E402
 from quantshard import serving  # noqa: E402
 from tests.interop.hashes import sha  # noqa: E402
 
-FOLDER = sys.argv[1]
+FOLDER, TP = sys.argv[1], int(sys.argv[3])
 
 
 class MemoryInitInfo(base.WeightTransferInitInfo):
@@ -68,11 +68,6 @@ class MemoryEngine(base.WeightTransferEngine[MemoryInitInfo, MemoryUpdateInfo]):
 
 
 factory.WeightTransferEngineFactory.register_engine("memory", MemoryEngine)
-llm = LLM(
-    str(serving.published(FOLDER)[-1]), skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, max_num_seqs=4,
-    dtype="bfloat16", weight_transfer_config={"backend": "memory"},
-)  # fmt: skip
-receiver = serving.VLLMReceiver(llm)
 
 
 def logprobs(tokens: list[int]) -> dict[str, Any]:
@@ -83,10 +78,14 @@ def logprobs(tokens: list[int]) -> dict[str, Any]:
     return {"logprobs": values, "version": receiver.version}
 
 
-def parameters() -> dict[str, list[Any]]:
-    """dtype, shape and a hash of the bytes of each parameter, as the engine computes with it."""
-    named = llm.apply_model(lambda model: {name: param.data.clone() for name, param in model.named_parameters()})[0]
+def parameters(rank: int = 0) -> dict[str, list[Any]]:
+    """dtype, shape and a hash of the bytes of each parameter, as a rank of the engine computes with it."""
+    named = llm.apply_model(_parameters)[rank]
     return {name: [str(value.dtype), list(value.shape), _sha(value)] for name, value in named.items() if value.numel()}
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.data.clone() for name, param in model.named_parameters()}
 
 
 def _sha(value: torch.Tensor) -> str:
@@ -155,12 +154,19 @@ CALLS = {
     "linear": linear, "send": send,
 }  # fmt: skip
 
-replies = os.fdopen(int(sys.argv[2]), "w")
-print(json.dumps("ready"), file=replies, flush=True)
-for line in sys.stdin:
-    name, *arguments = json.loads(line)
-    try:
-        reply = {"result": CALLS[name](*arguments)}
-    except Exception as error:
-        reply = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-    print(json.dumps(reply), file=replies, flush=True)
+# vLLM's tensor-parallel workers import this file
+if __name__ == "__main__":
+    llm = LLM(
+        str(serving.published(FOLDER)[-1]), skip_tokenizer_init=True, enforce_eager=True, max_model_len=64,
+        max_num_seqs=4, dtype="bfloat16", weight_transfer_config={"backend": "memory"}, tensor_parallel_size=TP,
+    )  # fmt: skip
+    receiver = serving.VLLMReceiver(llm)
+    replies = os.fdopen(int(sys.argv[2]), "w")
+    print(json.dumps("ready"), file=replies, flush=True)
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        try:
+            reply = {"result": CALLS[name](*arguments)}
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        print(json.dumps(reply), file=replies, flush=True)
