@@ -88,7 +88,7 @@ class LiveWeights:
         self._source = agreement.run_on_all_ranks(self._read_structure)
         tags = {weight.tag for weight in self._source.weights.values() if weight.tag is not None}
         self.layout = table.find(layout, tags)
-        self._plan, self._batches = self._make_plan(self._source)
+        self._make_plan(self._source)
         self.report = self._plan.report
 
     def metadata(self) -> list[TensorSpec]:
@@ -100,7 +100,13 @@ class LiveWeights:
         return set(self._held) if self.held_only else None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
-        report = self._update_plan()
+        _, is_planned = agreement.exchange_results(self._source.is_current, lambda same: same and self._is_reusable)
+        if not all(is_planned):
+            self._source = agreement.run_on_all_ranks(self._read_structure)
+            self._make_plan(self._source)
+        self._plan.report = report = replace(self._plan.report, rounded=[], errors={})
+        report.bytes = sum(batch.nbytes for batch in self._batches)
+        report.averages = len(self._source.weights) if averaging.has_averages(self.model) else 0
         tensors = chain.from_iterable(batch.make().items() for batch in self._batches)
         try:
             for name, _, _ in self._metadata:
@@ -119,40 +125,27 @@ class LiveWeights:
             raise ConfigurationError(f"{adapters[0]} belongs to a PEFT adapter; merge the adapters before a transfer")
         return LiveModel(self.model, self.held_only)
 
-    def _update_plan(self) -> Export:
-        """Plan again if a rank's model has other weights, or if the plan depends on values. Return a new report."""
-        _, is_current = agreement.exchange_results(self._source.is_current, bool)
-        if self._depends_on_values or not all(is_current):
-            self._source = agreement.run_on_all_ranks(self._read_structure)
-            self._plan, self._batches = self._make_plan(self._source)
-        self._plan.report = report = replace(self._plan.report, rounded=[], errors={})
-        report.bytes = sum(batch.nbytes for batch in self._batches)
-        report.averages = len(self._source.weights) if averaging.has_averages(self.model) else 0
-        return report
-
-    def _make_plan(self, source: LiveModel) -> tuple[ExportPlan, list[TensorBatch]]:
+    def _make_plan(self, source: LiveModel) -> None:
         """Check every weight, on all ranks, and plan what this rank yields."""
         centered = components.zero_centered_gammas(self.model)
-        report = Export(source.path, self.layout)
-        plan = ExportPlan(
-            source, self.layout, self._names_of(source), self.config, writing.WEIGHTS, self.lossy, report,
-            set() if files.files_center_gamma(self.config) else set(centered), for_engine=True,
+        self._plan = ExportPlan(
+            source, self.layout, self._names_of(source), self.config, writing.WEIGHTS, self.lossy,
+            Export(source.path, self.layout), set() if files.files_center_gamma(self.config) else set(centered),
+            for_engine=True,
         )  # fmt: skip
         order = {name: number for number, name in enumerate(source.weights)}
 
-        def summarize(batches: Sequence[TensorBatch]) -> tuple[bool, list[tuple[int, TensorSpec]]]:
+        def summarize(batches: Sequence[TensorBatch]) -> list[tuple[int, TensorSpec]]:
             # of several ranks only if they send different tensors
             sent = batches if self.held_only or agreement.rank() == 0 else []
-            named = [(order[batch.weight], (name, *spec)) for batch in sent for name, spec in batch.tensors.items()]
-            return source.has_read, named
+            return [(order[batch.weight], (name, *spec)) for batch in sent for name, spec in batch.tensors.items()]
 
-        batches, by_rank = agreement.exchange_results(plan.groups, summarize)
-        self._held = {name for batch in batches for name in batch.tensors}
+        self._batches, by_rank = agreement.exchange_results(self._plan.groups, summarize)
+        self._held = {name for batch in self._batches for name in batch.tensors}
         # ranks with other experts send other names: order them by parameter, then by rank
-        merged = sorted((entry for _, specs in by_rank for entry in specs), key=lambda entry: entry[0])
+        merged = sorted((entry for specs in by_rank for entry in specs), key=lambda entry: entry[0])
         self._metadata = list(dict.fromkeys(spec for _, spec in merged))
-        self._depends_on_values = self.layout.input_scale is not None or any(has_read for has_read, _ in by_rank)
-        return plan, batches
+        self._is_reusable = self.layout.input_scale is None and not source.has_read
 
     def _names_of(self, source: LiveModel) -> Names:
         weights = source.weights.values()
@@ -173,7 +166,14 @@ def weight_source(weights: LiveWeights) -> Any:
             return [base.ParamMeta(*spec) for spec in weights.metadata()]
 
         def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
-            return iter(weights)
+            tensors, stream = iter(weights), None
+            for _ in weights.metadata():
+                if torch.cuda.is_initialized() and torch.cuda.current_stream() != stream:
+                    # vLLM packs on streams that do not wait for each other, nor for the optimizer
+                    torch.cuda.synchronize()
+                    stream = torch.cuda.current_stream()
+                yield next(tensors)
+            next(tensors, None)
 
         def held_names(self) -> set[str] | None:
             return weights.held_names()
@@ -195,7 +195,7 @@ def publish(weights: LiveWeights, folder: str | os.PathLike[str], version: int, 
     if not isinstance(weights, LiveWeights) or weights.held_only:
         raise ConfigurationError("publish: pass LiveWeights of all experts, without held_only")
     agreement.run_on_all_ranks(lambda: _check_version(folder, version, keep))
-    tensors: Iterator[Any] = iter(weights)
+    tensors: Iterator[Any] = ({name: tensor} for name, tensor in weights)
 
     def write() -> None:
         partial_folder = target.with_name(f".{version}.partial")
@@ -204,8 +204,7 @@ def publish(weights: LiveWeights, folder: str | os.PathLike[str], version: int, 
                 if stale.name[1:].partition(".")[0].isdecimal():
                     shutil.rmtree(stale)
             partial_folder.mkdir(parents=True)
-            specs = weights.metadata()
-            groups = [TensorBatch(spec[0], {spec[0]: spec[1:]}, lambda: dict([next(tensors)])) for spec in specs]
+            groups = [TensorBatch(spec[0], {spec[0]: spec[1:]}, tensors.__next__) for spec in weights.metadata()]
             files.write_safetensors(partial_folder, groups, _FILE_BYTES, {})
             files.write_json(partial_folder / CONFIGURATION, weights.configuration())
             (partial_folder / _MARK).touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -391,6 +392,31 @@ def test_the_page_on_serving(tmp_path: Path) -> None:
         names["receiver"].generate([], None)
     with pytest.raises(qs.errors.CheckpointError, match="holds no complete version"):
         names["receiver"].update(tmp_path / "nothing")
+
+
+def test_a_source_waits_for_other_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM packs buffer after buffer on streams of its own; the first read and each change of streams wait."""
+    base = SimpleNamespace(WeightSource=object, ParamMeta=lambda *spec: spec)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", base)
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**CONFIG, "num_hidden_layers": 1}))
+    qs.convert(model.bfloat16(), "block")
+    weights = serving.LiveWeights(model, "hf-fp8-block")
+    source, events, stream = serving.weight_source(weights), list[str](), ["first"]
+    read = weights._source.parts
+    monkeypatch.setattr(weights._source, "parts", lambda weight: events.append("read") or read(weight))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append(f"wait for {stream[0]}"))
+    names = []
+    for name, _ in source:
+        names.append(name)
+        if len(names) == 4:
+            stream[0] = "second"
+    assert names == [name for name, *_ in source.metadata()]
+    waits = [number for number, event in enumerate(events) if event != "read"]
+    assert [events[number] for number in waits] == ["wait for first", "wait for second"]
+    assert waits[0] == 0 < waits[1] < len(events) - 1
+    assert not weights._source._gathered
 
 
 def test_a_folder_of_versions(tmp_path: Path) -> None:

@@ -230,8 +230,8 @@ def test_linear_layers_agree_and_sources_fit_vllm(tmp_path: Path, start: Callabl
     print(f"{layout}: {(difference == 0).float().mean():.3f} of the outputs are equal")
     # one unit in the last place of BF16
     assert (difference <= 2**-7 * output.abs() + 1e-6).all() and (difference == 0).float().mean() > 0.9
-    sent, version = engine.call("send", SIZES, layout)
-    assert version == "from the source"
+    sent, version, buffers = engine.call("send", SIZES, layout)
+    assert version == "from the source" and 1 < buffers < len(sent) / 4
     wanted = {name: entry[2] for name, entry in engine.call("parameters").items() if "_proj" not in name}
     assert len(wanted) == 7 and all(sent[name] == value for name, value in wanted.items())
 

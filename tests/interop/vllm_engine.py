@@ -21,13 +21,14 @@ torch.cpu._is_amx_tile_supported = lambda: False
 
 import safetensors.torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.distributed.weight_transfer import base, factory  # noqa: E402
+from vllm.distributed.weight_transfer import base, factory, packed_tensor  # noqa: E402
 
 import quantshard as qs  # noqa: E402
 from quantshard import serving  # noqa: E402
 from tests.interop.hashes import sha  # noqa: E402
 
 FOLDER, TP = sys.argv[1], int(sys.argv[3])
+BUFFER_BYTES = 300_000
 
 
 class MemoryInitInfo(base.WeightTransferInitInfo):
@@ -35,8 +36,10 @@ class MemoryInitInfo(base.WeightTransferInitInfo):
 
 
 class MemoryUpdateInfo(base.WeightTransferUpdateInfo):
-    def __init__(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        self.weights = weights
+    """Tensors by name, or `packed`: the arguments of vLLM's `unpack_tensor`."""
+
+    def __init__(self, weights: list[tuple[str, torch.Tensor]] | None = None, packed: list[Any] | None = None) -> None:
+        self.weights = weights if packed is None else packed_tensor.unpack_tensor(*packed)
 
 
 class MemoryEngine(base.WeightTransferEngine[MemoryInitInfo, MemoryUpdateInfo]):
@@ -102,7 +105,9 @@ def linear(layer: str, x: list[list[float]]) -> list[list[float]]:
 
 
 class MemoryTrainer(base.TrainerWeightTransferEngine[Any]):
-    """What vLLM's NCCL and IPC trainer engines do, group by group, for the worker above."""
+    """What vLLM's NCCL and IPC trainer engines do with packed=True, for the worker above."""
+
+    buffers = 0
 
     @classmethod
     def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> MemoryTrainer:
@@ -111,15 +116,16 @@ class MemoryTrainer(base.TrainerWeightTransferEngine[Any]):
 
     def send_weights(self) -> None:
         self.client.start_weight_update()
-        for names, tensors in self.source.iter_groups():
-            # workers read in their own time
-            copies = [tensor.clone() for tensor in tensors]
-            self.client.update_weights({"weights": list(zip(names, copies, strict=True))})
+        tensors = iter(self.source)
+        while chunk := packed_tensor.pack_tensors(tensors, lambda entry: entry[1], BUFFER_BYTES):
+            packed = [chunk.packed_tensor, chunk.names, chunk.shapes, chunk.dtypes, chunk.tensor_sizes]
+            self.client.update_weights({"packed": packed})
+            self.buffers += 1
         self.client.finish_weight_update("from the source")
 
 
 def send(sizes: dict[str, Any], layout: str) -> list[Any]:
-    """Train nothing, but send a model of this process through vLLM's interface: names, and a hash of each tensor."""
+    """Send a model of this process through vLLM's interface: a hash of each tensor, the version, number of buffers."""
     import transformers
 
     torch.manual_seed(7)
@@ -128,8 +134,10 @@ def send(sizes: dict[str, Any], layout: str) -> list[Any]:
     assert isinstance(source, base.WeightSource) and source.held_names() is None
     described = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
     assert described == [(name, value.dtype, tuple(value.shape)) for name, value in source]
-    MemoryTrainer.trainer_init(None, client=receiver, source=source).send_weights()
-    return [{name: sha(value) for name, value in source}, receiver.version]
+    assert sum(len(names) for names, _ in source.iter_groups()) == len(described)
+    trainer = MemoryTrainer.trainer_init(None, client=receiver, source=source)
+    trainer.send_weights()
+    return [{name: sha(value) for name, value in source}, receiver.version, trainer.buffers]
 
 
 def qs_converted(model: Any, layout: str) -> Any:

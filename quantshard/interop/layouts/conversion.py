@@ -78,13 +78,12 @@ def converter(
     layout: Layout, fmt: Format, shape: tuple[int, int], runs: list[RowRun], rows: Tensor | None
 ) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
     """Return `to_layout` as a function of the components. One run of rows is a view, without an index from the host."""
-    copy, run = fmt.copies[Orientation.ROWWISE], runs[0]
+    copy, run, cut_shape = fmt.copies[Orientation.ROWWISE], runs[0], (runs[0].length, shape[1])
     heights = [(part.name, part.block_shape[0]) for part in (copy.codes, copy.scale, copy.amax) if part is not None]
     cuts = {name: slice(run.ours // height, ceil_div(run.ours + run.length, height)) for name, height in heights}
     ends_inside = any(run.ours % height and cuts[name].stop - cuts[name].start > 1 for name, height in heights)
     if rows is None or len(runs) > 1 or ends_inside:
         return partial(to_layout, layout, fmt, shape=shape, rows=rows)
-    cut_shape = run.length, shape[1]
     return lambda parts: to_layout(layout, fmt, {name: parts[name][cut] for name, cut in cuts.items()}, cut_shape)
 
 
@@ -96,20 +95,21 @@ def layout_scales(
     if copy.codes.encoding != layout.element:
         raise InexactConversionError(f"its codes are {copy.codes.encoding.name}")
     grid = parts[copy.scale.name]
-    row_index = torch.arange(shape[0], device="cpu") if rows is None else rows
     if rows is None and all(map(refines, layout.block, copy.block)):
         for dim, (size, ours, theirs) in enumerate(zip(shape, copy.block, layout.block, strict=True)):
             if ours != theirs:
                 # without a check of values, for which the host would wait
-                grid = grid.repeat_interleave(ceil_div(min(ours, size), theirs), dim)
-                grid = grid.narrow(dim, 0, ceil_div(size, theirs))
+                repeats, count = ceil_div(min(ours, size), theirs), ceil_div(size, theirs)
+                grid = grid.repeat_interleave(repeats, dim).narrow(dim, 0, count)
     else:
+        row_index = torch.arange(shape[0], device="cpu") if rows is None else rows
         grid = regrid(grid[row_index // copy.block[0]], copy.block, layout.block, shape[1])
     scales = {layout.scale_key: _encoded(grid, copy.scale.encoding, layout.scale)}
     if layout.second is not None:
         assert copy.amax is not None
-        amaxes = parts[copy.amax.name].flatten()[torch.unique(row_index // copy.amax.block_shape[0])]
-        if not torch.equal(amaxes, amaxes[:1].expand_as(amaxes)):
+        amaxes = parts[copy.amax.name].flatten()
+        amaxes = amaxes if rows is None else amaxes[torch.unique(rows // copy.amax.block_shape[0])]
+        if len(amaxes) > 1 and not torch.equal(amaxes, amaxes[:1].expand_as(amaxes)):
             raise InexactConversionError("its matrices have different second scales")
         scales[layout.second.key] = second_scale(amaxes[0], fmt, divides=layout.second.divides)
     return scales

@@ -82,11 +82,8 @@ def class_name(model: nn.Module) -> str:
 class LiveModel(WeightReader):
     """A model in training. Reads are collective calls, which all ranks make in the same order.
 
-    `held_only`: do not gather experts of other ranks; the weights are then those of this rank's experts. `has_read`:
-    whether a weight's values or scales were read.
+    `held_only`: weights include only this rank's experts. `has_read`: whether a weight's values or scales were read.
     """
-
-    has_read = False
 
     def __init__(self, model: nn.Module, held_only: bool) -> None:
         self.path, self._model = class_name(model), model
@@ -97,8 +94,8 @@ class LiveModel(WeightReader):
         self._history_buffers = dict(model.named_buffers())
         self.weights = {name: self._weight(name, tensor) for name, tensor in self.tensors.items()}
         self._buckets = {name: bucket for bucket in self._in_buckets() for name in bucket}
-        self._gathered: dict[str, dict[str, _Piece]] = {}
-        self._last: tuple[str, Mapping[str, Tensor]] = "", {}
+        self.has_read = False
+        self.free()
 
     def is_current(self) -> bool:
         """Reshard the model, and return whether its modules, weights and buffers are those at construction."""
@@ -108,7 +105,8 @@ class LiveModel(WeightReader):
 
     def free(self) -> None:
         """Free what the last read gathered."""
-        self._gathered, self._last = {}, ("", {})
+        self._gathered: dict[str, dict[str, _Piece]] = {}
+        self._last: tuple[str, Mapping[str, Tensor]] = "", {}
 
     def _weight(self, name: str, tensor: Tensor) -> ModelWeight:
         if tensor.is_meta:
