@@ -15,7 +15,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -100,14 +99,13 @@ class LiveWeights:
         return set(self._held) if self.held_only else None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
-        _, is_planned = agreement.exchange_results(self._source.is_current, lambda same: same and self._is_reusable)
-        if not all(is_planned):
+        if not all(agreement.exchange_results(self._source.is_current, lambda same: same and self._is_reusable)[1]):
             self._source = agreement.run_on_all_ranks(self._read_structure)
             self._make_plan(self._source)
         self._plan.report = report = replace(self._plan.report, rounded=[], errors={})
         report.bytes = sum(batch.nbytes for batch in self._batches)
         report.averages = len(self._source.weights) if averaging.has_averages(self.model) else 0
-        tensors = chain.from_iterable(batch.make().items() for batch in self._batches)
+        tensors = (entry for batch in self._batches for entry in batch.make().items())
         try:
             for name, _, _ in self._metadata:
                 yield next(tensors) if name in self._held else (name, None)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -83,7 +82,7 @@ def converter(
     cuts = {name: slice(run.ours // height, ceil_div(run.ours + run.length, height)) for name, height in heights}
     ends_inside = any(run.ours % height and cuts[name].stop - cuts[name].start > 1 for name, height in heights)
     if rows is None or len(runs) > 1 or ends_inside:
-        return partial(to_layout, layout, fmt, shape=shape, rows=rows)
+        return lambda parts: to_layout(layout, fmt, parts, shape, rows)
     return lambda parts: to_layout(layout, fmt, {name: parts[name][cut] for name, cut in cuts.items()}, cut_shape)
 
 

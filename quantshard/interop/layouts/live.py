@@ -9,6 +9,7 @@ not sharded are not copied.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from math import prod
 
@@ -57,9 +58,6 @@ class _Piece:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
-
-    def shape_in(self, shard: Shard) -> tuple[int, int]:
-        return shard.shape if self.component is None else shard.component_shape(self.component)
 
     @property
     def is_replicated(self) -> bool:
@@ -263,12 +261,20 @@ def _undo_cuts(pieces: list[_Piece]) -> None:
                 by_group.setdefault(piece.groups[0], []).append(piece)
         for group, members in by_group.items():
             small = [piece for piece in members if piece.nbytes * group.size() <= _ALONE_BYTES]
-            for batch in [small, *([piece] for piece in members if piece not in small)]:
-                if batch:
-                    _all_gather(batch, group)
+            for batch in filter(None, [small, *([piece] for piece in members if piece not in small)]):
+                _all_gather(batch, group)
         for piece in waiting:
             piece.groups.pop(0)
             piece.shard = piece.shard.before_cut()
+
+
+@lru_cache(maxsize=1 << 14)
+def _cut_shapes(shard: Shard, component: Component | None, size: int) -> tuple[int, list[tuple[int, int]]]:
+    """Return the dim of the last cut, and the shape of each rank's piece."""
+    cut = shard.cut
+    assert cut is not None
+    pieces = [cut.parent.piece(cut.dim, i * cut.chunk, cut.chunk) for i in range(size)]
+    return cut.dim, [piece.shape if component is None else piece.component_shape(component) for piece in pieces]
 
 
 def _all_gather(pieces: list[_Piece], group: dist.ProcessGroup) -> None:
@@ -276,10 +282,8 @@ def _all_gather(pieces: list[_Piece], group: dist.ProcessGroup) -> None:
     size, device, alone = group.size(), process_groups.collective_device(group), len(pieces) == 1
     shapes, lengths = [], []
     for piece in pieces:
-        cut, parent = piece.shard.cut, piece.shard.before_cut()
-        assert cut is not None
-        piece.dim = cut.dim
-        shapes.append([piece.shape_in(parent.piece(cut.dim, i * cut.chunk, cut.chunk)) for i in range(size)])
+        piece.dim, by_rank = _cut_shapes(piece.shard, piece.component, size)
+        shapes.append(by_rank)
         longest = max(map(prod, shapes[-1])) * piece.tensors[0].itemsize
         lengths.append(longest if alone else sharding.ceil_div(longest, 16) * 16)
     as_bytes = [piece.tensors[0].contiguous().view(-1).view(torch.uint8) for piece in pieces]
@@ -295,7 +299,7 @@ def _all_gather(pieces: list[_Piece], group: dist.ProcessGroup) -> None:
         local = piece.tensors[0]
         if alone and piece.dim == 0:
             # only the last pieces can be shorter, so the rows are in their places already
-            by_rank, parts = [piece.shape_in(piece.shard.before_cut())], parts.reshape(1, -1)
+            by_rank, parts = [(sum(rows for rows, _ in by_rank), by_rank[0][1])], parts.reshape(1, -1)
         piece.tensors = [
             part[: prod(shape) * local.itemsize].view(local.dtype).view(shape).to(local.device)
             for shape, part in zip(by_rank, parts, strict=True)
