@@ -100,7 +100,8 @@ def build(subject: Model, variant: str, device: str, loss: str = "auto") -> nn.M
         to_float8(model, variant.split()[1], device, skip="lm_head")
     elif variant not in PEERS:
         recipe, _, fused = variant.partition(" ")
-        qs.convert(model, recipe, modules=fused or "linear", loss=loss)
+        # masters start from the BF16 values, as those of other optimizers do
+        qs.convert(model, recipe, modules=fused or "linear", loss=loss, preserve_high_precision_init_val=True)
     if subject.recompute:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         # There is no dropout, and CUDA graphs cannot read the RNG state.

@@ -127,13 +127,12 @@ def step_kernel_config(
     chunks = 1 if tile[0] == 1 else HEIGHT * COLS // math.prod(tile)
     is_split = master is not None and master.kind is StateKind.SPLIT
     config = ks.StepKernelConfig(
-        *tile, chunks, aligned, by_four, high, _is_float32(master), p.bound.value, p.algorithm.value, len(specs),
+        *tile, chunks, aligned, by_four, high, p.bound.value, p.algorithm.value, len(specs),
         state1, remaining[0] if remaining else ABSENT, _split(p.weight, writes_states) if is_split else state(MASTER),
         rowwise, weight(Orientation.COLUMNWISE), state(AVERAGE),
     )  # fmt: skip
-    # unrolled chunks of these states compile for up to minutes
-    if high and not config.rereads and (is_split or state1.stochastic or config.state2.stochastic):
-        config = config._replace(rereads=True, measuring=step_kernel_config(p, aligned, False, False, False))
+    if high and not _is_float32(master):
+        config = config._replace(measuring=step_kernel_config(p, aligned, False, False, False))
     return config._replace(only_raises=not (writes_states or writes_weight) and _only_raises(config))
 
 

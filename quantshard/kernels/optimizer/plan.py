@@ -370,7 +370,7 @@ def launch_options(config: ks.StepKernelConfig) -> dict[str, Any]:
     draws = any(state.stochastic and state.writes for state in config if isinstance(state, ks.StateConfig))
     if draws and config.aligned:
         options["num_warps"] = config.rows * config.cols // (16 * 32)
-    if not (config.high and not config.rereads) and not (draws and not config.aligned):
+    if config.aligned or not draws:
         options["maxnreg"] = 128 if draws or config.rows > 16 or not config.aligned else 80
     return options
 

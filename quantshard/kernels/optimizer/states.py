@@ -51,10 +51,9 @@ class StepKernelConfig(NamedTuple):
     """Constants of a kernel: `chunks` tiles of `rows` x `cols` for each program, and the configs of all states.
 
     `aligned`: all addresses, row lengths and origins are multiples of 16. `by_four`: see `rw.words_of_tile`. `high`:
-    blocks are higher than a tile, so a program updates all its chunks before it quantizes one. `rereads`: it then
-    rereads the new values from the float32 masters, which frees registers for another program. `bound`: a
+    blocks are higher than a tile, so a program measures all its chunks before it quantizes one. `measuring`: constants
+    of a first loop over the chunks that writes nothing, if the second computes the step again. `bound`: a
     `numerics.adam.Bound`. `algorithm`: an `Algorithm`. `states`: how many it has. `only_raises`: see `step.raise_amax`.
-    `measuring`: constants of a first loop over the chunks that writes nothing; the second computes the step again.
     """
 
     rows: int
@@ -63,7 +62,6 @@ class StepKernelConfig(NamedTuple):
     aligned: bool
     by_four: bool
     high: bool
-    rereads: bool
     bound: int
     algorithm: int
     states: int

@@ -267,54 +267,41 @@ def update_low(row, end, col, region, operands, GRAD: tl.constexpr, CONFIG: tl.c
 
 @triton.jit
 def update_high(row, end, col, region, operands, GRAD: tl.constexpr, CONFIG: tl.constexpr):
-    """Update one row of blocks as high as all tiles of a program: all tiles are updated before any is quantized."""
+    """Update one row of blocks as high as all tiles of a program: all tiles are measured before any is quantized.
+    The new values are then read from float32 masters, or computed again."""
     WEIGHT_STATE: tl.constexpr = CONFIG.weight
     MASTER_STATE: tl.constexpr = CONFIG.master
     ROWS: tl.constexpr = CONFIG.rows
-    CHUNKS: tl.constexpr = CONFIG.chunks
     ACROSS: tl.constexpr = CONFIG.cols // WEIGHT_STATE.cols
     FIRST_LOOP: tl.constexpr = CONFIG if CONFIG.measuring is None else CONFIG.measuring
     MEASURED_WEIGHT: tl.constexpr = FIRST_LOOP.weight
     entry, gradients, groups, settings = operands
     key = weight_random_key(entry, gradients, groups, CONFIG)
     top = tl.zeros((ROWS, ACROSS), tl.int32)
-    updated = ()
-    if CONFIG.rereads:
-        tile_row = row
-        while tile_row < end:
-            tile = ks.tile_at(tile_row, col, region, CONFIG)
-            x = update_tile(tile, region, entry, gradients, groups, settings, GRAD, FIRST_LOOP)
-            top = tl.maximum(top, ql.block_amax(x, ROWS, CONFIG.cols, 1, WEIGHT_STATE.cols).to(tl.int32, bitcast=True))
-            tile_row += ROWS
-    else:
-        for c in tl.static_range(CHUNKS):
-            tile = ks.tile_at(row + c * ROWS, col, region, CONFIG)
-            x = update_tile(tile, region, entry, gradients, groups, settings, GRAD, CONFIG)
-            top = tl.maximum(top, ql.block_amax(x, ROWS, CONFIG.cols, 1, WEIGHT_STATE.cols).to(tl.int32, bitcast=True))
-            updated = updated + (x,)  # type: ignore[assignment]  # noqa: RUF005  Triton has no *
+    # an unrolled loop would compile for up to minutes
+    tile_row = row
+    while tile_row < end:
+        tile = ks.tile_at(tile_row, col, region, CONFIG)
+        x = update_tile(tile, region, entry, gradients, groups, settings, GRAD, FIRST_LOOP)
+        top = tl.maximum(top, ql.block_amax(x, ROWS, CONFIG.cols, 1, WEIGHT_STATE.cols).to(tl.int32, bitcast=True))
+        tile_row += ROWS
     amax = ql.block_amax(top.to(tl.float32, bitcast=True), ROWS, ACROSS, WEIGHT_STATE.rows, 1)
     slot = ks.slot_of(entry, ks.WEIGHT)
     block = ks.tile_at(row, col, region, CONFIG)
     multiplier = ks.multipliers(amax, slot, block, region, MEASURED_WEIGHT, CONFIG)
-    if CONFIG.rereads:
-        tl.debug_barrier()  # other threads have written their masters, or read what this one overwrites
-        tile_row = row
-        while tile_row < end:
-            tile = ks.tile_at(tile_row, col, region, CONFIG)
-            if CONFIG.measuring is None:
-                x = ks.read_state(entry, ks.MASTER, tile, region, MASTER_STATE, CONFIG)
-            else:
-                x = update_tile(tile, region, entry, gradients, groups, settings, GRAD, CONFIG)
-            ks.store_weight(x, multiplier, slot, entry, tile, region, ks.weight_random_bits(key, tile, CONFIG), CONFIG)
-            tile_row += ROWS
-        if CONFIG.measuring is not None:
-            tl.debug_barrier()  # other threads have read the old scale
-            ks.multipliers(amax, slot, block, region, WEIGHT_STATE, CONFIG)
-    else:
-        for c in tl.static_range(CHUNKS):
-            tile = ks.tile_at(row + c * ROWS, col, region, CONFIG)
-            random_bits = ks.weight_random_bits(key, tile, CONFIG)
-            ks.store_weight(updated[c], multiplier, slot, entry, tile, region, random_bits, CONFIG)
+    tl.debug_barrier()  # other threads have written their masters, or read what this one overwrites
+    tile_row = row
+    while tile_row < end:
+        tile = ks.tile_at(tile_row, col, region, CONFIG)
+        if CONFIG.measuring is None:
+            x = ks.read_state(entry, ks.MASTER, tile, region, MASTER_STATE, CONFIG)
+        else:
+            x = update_tile(tile, region, entry, gradients, groups, settings, GRAD, CONFIG)
+        ks.store_weight(x, multiplier, slot, entry, tile, region, ks.weight_random_bits(key, tile, CONFIG), CONFIG)
+        tile_row += ROWS
+    if CONFIG.measuring is not None:
+        tl.debug_barrier()  # other threads have read the old scale
+        ks.multipliers(amax, slot, block, region, WEIGHT_STATE, CONFIG)
 
 
 @triton.jit
