@@ -33,7 +33,7 @@ from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.requantize import requantize_
 from quantshard.tools.observe import explain
 from quantshard.tools.planning import TrainingStep, plan
-from quantshard.tools.statistics import Statistics
+from quantshard.tools.statistics.recorder import Statistics
 from quantshard.version import __version__
 
 __all__ = [

@@ -95,7 +95,7 @@ def stream_base(group: Groups) -> int:
 
 def copy_to_group(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return x, which is equal on every rank. Backward sums the ranks' partial gradients."""
-    return cast(Tensor, _Collective.apply(x, tp, _identity, reduce_from_group)) if tp.size > 1 else x
+    return cast(Tensor, _Collective.apply(x, tp, lambda x, tp: x.view_as(x), reduce_from_group)) if tp.size > 1 else x
 
 
 def all_reduce_gradient(param: Tensor, tp: TensorParallel) -> Tensor:
@@ -187,16 +187,11 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
         ctx.dtype = bias.dtype
-        rounded = bias.to(y.dtype)
-        return y + rounded
+        return y + bias.to(y.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         return grads[0], grads[0].reshape(-1, grads[0].shape[-1]).sum(0, dtype=ctx.dtype)
-
-
-def _identity(x: Tensor, tp: TensorParallel) -> Tensor:
-    return x.view_as(x)
 
 
 def _summed(x: Tensor, tp: TensorParallel) -> Tensor:

@@ -199,11 +199,8 @@ def _fill(accelerator: Accelerator, model: nn.Module, values: Mapping[str, Tenso
     )
     # one at a time, because causal masks can be large
     for unsaved in agreement.from_rank0(lambda: [name for name in values if name not in live]):
-        model.get_buffer(unsaved).copy_(agreement.from_rank0(functools.partial(_on_cpu, values, unsaved)))
-
-
-def _on_cpu(values: Mapping[str, Tensor], name: str) -> Tensor:
-    return values[name].cpu()
+        value = agreement.from_rank0(functools.partial(lambda name: values[name].cpu(), unsaved))
+        model.get_buffer(unsaved).copy_(value)
 
 
 def _follow(optimizer: Optimizer, names: _Names, named: Mapping[str, nn.Parameter]) -> None:

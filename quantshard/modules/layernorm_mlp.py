@@ -43,11 +43,6 @@ class ActivationFunction(NamedTuple):
     gradient: Callable[[Tensor, Tensor], Tensor]
 
 
-def _relu_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    # a slope of 0 would hide NaN inputs
-    return dy * torch.where(x.isnan(), x, (x > 0).to(x.dtype))
-
-
 def _qgelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
     s = torch.sigmoid(_QGELU * x)
     return dy * (s + _QGELU * x * s * (1 - s))
@@ -81,7 +76,8 @@ _CURVES = {
         lambda x: F.gelu(x, approximate="tanh"),  # TransformerEngine's gelu is the tanh form
         lambda dy, x: torch.ops.aten.gelu_backward.default(dy, x, approximate="tanh"),
     ),
-    "relu": ActivationFunction(F.relu, _relu_gradient),
+    # a slope of 0 would hide NaN inputs
+    "relu": ActivationFunction(F.relu, lambda dy, x: dy * torch.where(x.isnan(), x, (x > 0).to(x.dtype))),
     "silu": ActivationFunction(F.silu, torch.ops.aten.silu_backward.default),
     "srelu": ActivationFunction(lambda x: F.relu(x).square(), lambda dy, x: dy * 2 * F.relu(x)),
     "qgelu": ActivationFunction(lambda x: x * torch.sigmoid(_QGELU * x), _qgelu_gradient),

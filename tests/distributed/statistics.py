@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
 from quantshard.optimizers import FusedAdam
-from quantshard.tools.statistics import Alarm, Statistics, first_nonfinite
+from quantshard.statistics import Alarm, Statistics, first_nonfinite
 
 SHAPES = ((96, 300), (300, 257))
 """(in, out): of 257 rows two ranks have 129 and 128, and blocks of 32 are cut."""

@@ -44,7 +44,9 @@ def check_loss(function: str, loss: Loss) -> None:
 
 def set_loss(model: nn.Module, loss: Loss) -> str:
     """Make the transformers models in `model` compute their loss in chunks; return a line for the report, or ""."""
-    owners = [module for module in model.modules() if _computes_losses(module)]
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    models = [module for module in model.modules() if isinstance(module, kind)]
+    owners = [module for module in models if module.get_output_embeddings() is not None]
     reasons = ["it is no transformers model with an output head"] if not owners else [_unfit(owner) for owner in owners]
     reason = next(filter(None, reasons), "")
     if loss == MODEL or (loss == AUTO and not owners):
@@ -98,11 +100,6 @@ def _has_own_hooks(head: nn.Module) -> bool:
 
 def _library_loss() -> Any:
     return getattr(sys.modules.get("transformers.loss.loss_utils"), "ForCausalLMLoss", None)
-
-
-def _computes_losses(module: nn.Module) -> bool:
-    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    return kind is not None and isinstance(module, kind) and module.get_output_embeddings() is not None
 
 
 def _unfit(model: Any) -> str:

@@ -10,7 +10,7 @@ not sharded are not copied.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 from math import prod
 
 import torch
@@ -91,7 +91,9 @@ class LiveModel(WeightReader):
         self.tensors = dict(_entries(model))
         self._history_buffers = dict(model.named_buffers())
         self.weights = {name: self._weight(name, tensor) for name, tensor in self.tensors.items()}
-        self._buckets = {name: bucket for bucket in self._in_buckets() for name in bucket}
+        sizes = {name: tensor.numel() * self.weights[name].dtype.itemsize for name, tensor in self.tensors.items()}
+        batches = (in_batches(names, sizes.__getitem__, _BUCKET_BYTES) for _, names in groupby(self.weights, _block))
+        self._buckets = {name: bucket for bucket in chain.from_iterable(batches) for name in bucket}
         self.has_read = False
         self.free()
 
@@ -140,13 +142,6 @@ class LiveModel(WeightReader):
                 raise ConfigurationError(f"{name}: engines read its experts in one tensor; omit held_only")
             files[name] = inside
         return FileNames({}, files=files)
-
-    def _in_buckets(self) -> Iterator[list[str]]:
-        for _, names in groupby(self.weights, _block):
-            yield from in_batches(names, self._nbytes, _BUCKET_BYTES)
-
-    def _nbytes(self, name: str) -> int:
-        return self.tensors[name].numel() * self.weights[name].dtype.itemsize
 
     def parts(self, weight: ModelWeight) -> Mapping[str, Tensor]:
         if self._last[0] != weight.name:

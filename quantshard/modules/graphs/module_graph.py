@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, limits, private_torch
 from quantshard.collectives.delayed_scaling import PendingAmaxes, PendingHistory, merged_slots
@@ -61,46 +62,16 @@ class AmaxRecord(PendingAmaxes):
         ]  # fmt: skip
 
 
-class GradientCopy:
-    """Copies gradients that each replay overwrites. Parts of one tensor, as of many experts, share one copy."""
-
-    def __init__(self, grads: Sequence[Tensor | None]) -> None:
-        self._count = len(grads)
-        by_memory: dict[int, list[tuple[int, Tensor]]] = {}
-        for index, grad in enumerate(grads):
-            if grad is not None:
-                # a DTensor has no memory of its own
-                has_memory = type(grad) is Tensor and grad.numel() > 0
-                address = grad.untyped_storage().data_ptr() if has_memory else -1 - index
-                by_memory.setdefault(address, []).append((index, grad))
-        self._sources: list[tuple[Tensor, list[int]]] = []
-        for members in by_memory.values():
-            joint = _joined([grad for _, grad in members])
-            if joint is None:
-                self._sources += [(grad, [index]) for index, grad in members]
-            else:
-                self._sources.append((joint, [index for index, _ in members]))
-
-    def copies(self) -> list[Tensor | None]:
-        """Return copies of the current gradients, None where there is no gradient."""
-        copies: list[Tensor | None] = [None] * self._count
-        for source, indices in self._sources:
-            copy = source.clone()
-            for index, part in zip(indices, copy.unbind() if len(indices) > 1 else [copy], strict=True):
-                copies[index] = part
-        return copies
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return the contiguous tensor [parts, ...] that the parts are consecutive slices of, or None."""
-    first = parts[0]
-    if len(parts) == 1 or not first.is_contiguous():
-        return None
-    for index, part in enumerate(parts):
-        same_layout = (part.shape, part.dtype, part.stride()) == (first.shape, first.dtype, first.stride())
-        if not same_layout or part.storage_offset() != first.storage_offset() + index * first.numel():
-            return None
-    return first.as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
+def copied_gradients(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Copy gradients that each replay overwrites, in few launches unless they are DTensors."""
+    sources = [grad for grad in grads if grad is not None]
+    if any(isinstance(grad, DTensor) for grad in sources):
+        copies = [grad.clone() for grad in sources]
+    else:
+        copies = [torch.empty_like(grad) for grad in sources]
+        torch.ops.aten._foreach_copy_.default(copies, sources)
+    remaining = iter(copies)
+    return [None if grad is None else next(remaining) for grad in grads]
 
 
 @dataclass
@@ -221,7 +192,7 @@ class ModuleGraph:
         if any(grad is not None for grad in self._grad_outputs):
             self._launch_backward, self._grads = recorder.record(self.owner, self._backward)
             grads = dict(zip(map(id, self._trained), self._grads.tensors, strict=True))
-            self._copies = GradientCopy([grads.get(id(tensor)) for tensor in (*self._inputs, *self._params)])
+            self._sources = [grads.get(id(tensor)) for tensor in (*self._inputs, *self._params)]
         self._ends = []
 
     def _forward(self) -> PassRecord:
@@ -321,7 +292,7 @@ class ModuleGraph:
             pending_amaxes.flush_after_backward()
             self._grads.note(pending_amaxes.backward_amaxes)
         # copies, because autograd can store them in .grad, even of leaves before other nodes that pass gradients on
-        return self._copies.copies()
+        return copied_gradients(self._sources)
 
     def _in_place_changes(self) -> list[int]:
         return [private_torch.in_place_changes(output) for output in self._outputs.tensors if output is not None]

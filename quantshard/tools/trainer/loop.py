@@ -138,7 +138,7 @@ class Trainer:
             for step in range(done + 1, settings.steps + 1):
                 start = time.perf_counter()
                 loss, norm, stop = self.step(step, statistics)
-                statistics.stepped(loss, partial(self._passes_of, step))
+                statistics.stepped(loss, partial(lambda n: self._passes(self._seeded_batch(n)), step))
                 seconds = time.perf_counter() - start
                 trace_step()
                 last = stop or step == settings.steps
@@ -206,9 +206,6 @@ class Trainer:
         if BIAS in self.settings.router_balance:
             models.move_biases(self.model, counts[:, :-1], self.settings.router_bias_rate)
         return torch.cat([sums, counts.flatten()])
-
-    def _passes_of(self, step: int) -> object:
-        return self._passes(self._seeded_batch(step))
 
     def _passes(self, batch: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run forward and backward of a batch; return the mean loss of this rank's sequences, float64, and the counts

@@ -20,8 +20,9 @@ from quantshard.errors import QuantshardError
 from quantshard.modules import GroupedLinear
 from quantshard.optimizers import ElementwiseOptimizer
 from quantshard.optimizers.guards import too_large
-from quantshard.tools.statistics import Alarm, Statistics, StatisticsSample, first_nonfinite
-from quantshard.tools.statistics.rows import ExpertLoads
+from quantshard.tools.statistics.nonfinite import first_nonfinite
+from quantshard.tools.statistics.recorder import Statistics
+from quantshard.tools.statistics.rows import Alarm, ExpertLoads, StatisticsSample
 from quantshard.tools.statistics.step_sample import StepSample
 from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import complain

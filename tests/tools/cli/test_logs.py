@@ -22,7 +22,7 @@ from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.optimizers import FusedAdam
 from quantshard.private_torch import memory
 from quantshard.private_torch.lookup import MissingName
-from quantshard.tools.statistics import Alarm
+from quantshard.statistics import Alarm
 from quantshard.tools.terminal import screen
 from quantshard.tools.trainer import measurements, progress, trackers
 from quantshard.tools.trainer.loop import ProcessInfo, Trainer

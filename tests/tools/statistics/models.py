@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import quantshard as qs
 from quantshard.optimizers import FusedAdam
-from quantshard.tools.statistics import StatisticsSample
+from quantshard.statistics import StatisticsSample
 
 FEATURES = 48
 TOKENS = 32

@@ -8,8 +8,8 @@ from torch import nn
 
 import quantshard as qs
 from quantshard.optimizers import FusedAdam
+from quantshard.statistics import Statistics, first_nonfinite
 from quantshard.tensor.parameter_state import RNG_DRAWS
-from quantshard.tools.statistics import Statistics, first_nonfinite
 from quantshard.tools.statistics.rows import LossHistory
 from tests.tools.statistics.models import loss_of, perceptron
 from tests.tools.statistics.test_recorder import bits

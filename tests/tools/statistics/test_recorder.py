@@ -15,9 +15,9 @@ from benchmarks.host import without_garbage_collection
 from quantshard import kernel_dispatch
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.optimizers import FusedAdam, MasterWeights
+from quantshard.statistics import Statistics
 from quantshard.tensor import components, observation
 from quantshard.tensor.parameter_state import RNG_KEY
-from quantshard.tools.statistics import Statistics
 from quantshard.tools.statistics.step_sample import StepSample
 from tests.covering import exhaustive
 from tests.tools.statistics.models import FEATURES, loss_of, perceptron, tokens, trained

@@ -16,8 +16,8 @@ from quantshard.gemm import operands
 from quantshard.modules.gemms.grouped import ExpertsLayer, ExpertsReader
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.recipe import TensorRole, resolve
+from quantshard.statistics import Statistics, StatisticsRow
 from quantshard.tensor import components, observation
-from quantshard.tools.statistics import Statistics, StatisticsRow
 from tests.covering import exhaustive
 from tests.tools.statistics.test_recorder import bits
 
