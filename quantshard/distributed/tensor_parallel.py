@@ -187,7 +187,8 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
         ctx.dtype = bias.dtype
-        return y + bias.to(y.dtype)
+        rounded = bias.to(y.dtype)
+        return y + rounded
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
