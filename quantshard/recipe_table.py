@@ -109,9 +109,7 @@ class Recipe:
         """How weights are stored, or None if they stay in high precision."""
         specs = {self.table.get((TensorRole.WEIGHT, gemm)) for gemm in (Gemm.FPROP, Gemm.DGRAD)}
         if len(specs) != 1:
-            raise ConfigurationError(
-                f"recipe {self.name!r} has two formats for weights ({specs}); use one for fprop and dgrad"
-            )
+            raise ConfigurationError(f"recipe {self.name!r} has two formats for weights ({specs}); use one")
         spec = specs.pop()
         if spec is None:
             return None

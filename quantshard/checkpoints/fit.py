@@ -58,13 +58,6 @@ def weight_formats(model: nn.Module, stored: Entries, tags: Mapping[str, str]) -
     return formats
 
 
-def check_recipe(path: Path_, formats: Mapping[str, tuple[str, str]]) -> None:
-    for weight, (old, new) in formats.items():
-        if old != new:
-            problem = f"{path} is of another recipe: {weight} is stored as {old} there and as {new} in this model"
-            raise CheckpointError(f"{problem}; build it with the checkpoint's recipe, or load with requantize=True")
-
-
 def check_model(path: Path_, stored: Entries, live: Mapping[str, Any], casts: Collection[str] | None) -> None:
     """Check the model's entries, without converted ones. `casts`: keys of plain tensors to cast; None for all."""
     missing, unexpected = _differing(stored, live, _MODEL)

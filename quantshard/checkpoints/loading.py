@@ -159,8 +159,10 @@ def plan_load(request: LoadRequest, reader: SafeReader, format_tags: Mapping[str
             reader, request.model, optimizer, request.numbers, formats, request.lossy
         )
         state_conversions = conversions.state_conversions(reader, optimizer, request.numbers)
-    else:
-        fit.check_recipe(request.path, formats)
+    elif different := next((entry for entry in formats.items() if entry[1][0] != entry[1][1]), None):
+        weight, (old, new) = different
+        problem = f"{request.path} is of another recipe: {weight} is stored as {old} there and as {new} in this model"
+        raise CheckpointError(f"{problem}; build it with the checkpoint's recipe, or load with requantize=True")
     live, paths = private_torch.flatten_state_dict(state_dicts)
     other_ranks_keys = fit.keys_of_other_ranks(reader.entries, request.model, request.numbers)
     own_entries = {key: reader.entries[key] for key in reader.entries if key.startswith(("model.", "optimizer."))}

@@ -88,7 +88,7 @@ class LiveWeights:
         tags = {weight.tag for weight in self._source.weights.values() if weight.tag is not None}
         self.layout = table.find(layout, tags)
         self._make_plan(self._source)
-        self.report = self._plan.report
+        self._begin()
 
     def metadata(self) -> list[TensorSpec]:
         """Return name, dtype and shape of every tensor of the whole model, in the order of iteration."""
@@ -100,18 +100,30 @@ class LiveWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
         if not all(agreement.exchange_results(self._source.is_current, lambda same: same and self._is_reusable)[1]):
+            # an error leaves no plan to reuse
+            self._is_reusable = False
             self._source = agreement.run_on_all_ranks(self._read_structure)
             self._make_plan(self._source)
-        self._plan.report = report = replace(self._plan.report, rounded=[], errors={})
-        report.bytes = sum(batch.nbytes for batch in self._batches)
-        report.averages = len(self._source.weights) if averaging.has_averages(self.model) else 0
+        self._begin()
+        return self._tensors(self.report)
+
+    def _begin(self) -> None:
+        """Start a report of the weights to send, and forget what an unfinished iteration gathered."""
+        averages = len(self._source.weights) if averaging.has_averages(self.model) else 0
+        self.report = replace(self._plan.report, rounded=[], errors={}, averages=averages)
+        self.report.bytes = sum(batch.nbytes for batch in self._batches)
+        self._plan.report = self.report
+        self._source.free()
+
+    def _tensors(self, report: Export) -> Iterator[tuple[str, Tensor | None]]:
         tensors = (entry for batch in self._batches for entry in batch.make().items())
         try:
             for name, _, _ in self._metadata:
                 yield next(tensors) if name in self._held else (name, None)
         finally:
-            self._source.free()
-        self.report = report
+            # what a newer iteration gathered stays
+            if self.report is report:
+                self._source.free()
 
     def configuration(self) -> dict[str, Any]:
         """Return the content of config.json for an engine that loads these weights."""
@@ -160,11 +172,19 @@ def weight_source(weights: LiveWeights) -> Any:
     base: Any = importlib.import_module("vllm.distributed.weight_transfer.base")
 
     class LiveWeightSource(base.WeightSource):  # type: ignore[misc]  # vLLM is not installed
+        _announced: list[TensorSpec] | None = None
+
         def metadata(self) -> list[Any]:
-            return [base.ParamMeta(*spec) for spec in weights.metadata()]
+            self._announced = weights.metadata()
+            return [base.ParamMeta(*spec) for spec in self._announced]
+
+        def _check_announced(self) -> None:
+            if self._announced not in (None, weights.metadata()):
+                raise ConfigurationError("weight_source: the model changed after metadata(); start the transfer again")
 
         def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
             tensors, stream = iter(weights), None
+            agreement.run_on_all_ranks(self._check_announced)
             for _ in weights.metadata():
                 if torch.cuda.is_initialized() and torch.cuda.current_stream() != stream:
                     # vLLM packs on streams that do not wait for each other, nor for the optimizer

@@ -116,7 +116,8 @@ class GroupedLinear(QuantizedModule):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         # FSDP2 replaces parameters by shards on a mesh that lacks the expert axis
-        if isinstance(value, DTensor) and isinstance(value, nn.Parameter) and (axis := self._spread_axis) is not None:
+        is_shard = isinstance(value, DTensor) and isinstance(value, nn.Parameter)
+        if is_shard and not process_groups.is_expert_parallel(value) and (axis := self._spread_axis) is not None:
             process_groups.spread_over(value, axis.get_group())
 
     @property

@@ -453,16 +453,14 @@ class LayerNormMLP(_NormedModule):
             return cast(Any, compiled.run_eagerly(LayerNormMLP.forward, self, inp, residual=residual))
         else:
             normed, total = front.normalized()
-            hidden, recompute = self._activate(*self._project(normed, self._fc1, prepared=fc1))
+            storage = STORAGES[self.activation_storage]
+            if storage is not AS_IS and self._fc1.mode is not None and self.tp_size > 1:
+                storage = storage._replace(split=self.tensor_parallel_of(self._fc1.mode).split(1))
+            first, *up = self._project(normed, self._fc1, prepared=fc1)
+            hidden, recompute = activate_stored(first, self._function, up[0] if up else None, storage)
             source = recompute if self.recompute_activation else None
             (out,) = self._project(hidden, self._fc2, with_bias=not self.return_bias, prepared=fc2, recompute=source)
         return self._with_extras(out, self._fc2, inp.dtype, normed, () if total is None else (total,))
-
-    def _activate(self, first: Tensor, up: Tensor | None = None) -> tuple[Tensor, RecomputedInput]:
-        storage = STORAGES[self.activation_storage]
-        if storage is not AS_IS and self._fc1.mode is not None and self.tp_size > 1:
-            storage = storage._replace(split=self.tensor_parallel_of(self._fc1.mode).split(1))
-        return activate_stored(first, self._function, up, storage)
 
     def extra_repr(self) -> str:
         return (

@@ -48,7 +48,7 @@ def check_release(where: str, is_releasing: bool, decoupled: bool, max_norm: flo
         raise ConfigurationError(f"{where}: release_gradients reads gradients; it cannot use_decoupled_grad")
     for name, value in (("max_grad_norm", max_norm), ("max_grad_value", max_value)):
         if not isinstance(value, int | float):
-            raise ConfigurationError(f"{where}({name}={value!r}): use one number")
+            raise ConfigurationError(f"{where}({name}={value!r}): use a number")
         if value and not is_releasing:
             raise ConfigurationError(f"{where}({name}) needs release_gradients; otherwise clip before step()")
 

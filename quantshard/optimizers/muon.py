@@ -306,16 +306,12 @@ def _found_head(model: nn.Module, embedded: set[int]) -> set[int]:
     raise ConfigurationError(f"muon_groups(model): the layer that computes the logits is not known; {remedy}")
 
 
-def _is_within(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches a parameter's name or the name of a module around it."""
-    return any(fnmatchcase(path, pattern) for path in accumulate(name.split("."), "{}.{}".format))
-
-
 def _matching(named: Sequence[tuple[str, Tensor]], patterns: str | Iterable[str]) -> set[int]:
     """Return the ids of the parameters whose name, or the name of a module around them, matches a pattern."""
     matched = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        ids = [id(param) for name, param in named if _is_within(name, pattern)]
+        paths = {id(param): accumulate(name.split("."), "{}.{}".format) for name, param in named}
+        ids = [key for key, names in paths.items() if any(fnmatchcase(path, pattern) for path in names)]
         if not ids:
             first_names = ", ".join(name for name, _ in named[:5])
             problem = f"no module or parameter has that name; parameters are {first_names}, ..."

@@ -63,9 +63,7 @@ def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Com
     if source.shape != target.shape or (isinstance(value, DTensor) and value.shape != live.shape):
         actual = f"{tuple(value.shape)} (local {tuple(source.shape)}) in the state dict"
         expected = f"{tuple(live.shape)} (local {tuple(target.shape)}) in this model"
-        raise CheckpointError(
-            f"{key}: shape {actual}, {expected}; the state dict is of another model or, if local, of another mesh"
-        )
+        raise CheckpointError(f"{key}: shape {actual}, {expected}; load a state dict of this model and mesh")
     return target, source
 
 

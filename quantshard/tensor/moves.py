@@ -42,7 +42,7 @@ def attributes_kept(params: Iterable[Tensor]) -> Iterator[None]:
 _OWN_ATTRIBUTES = ("quantized_storage", "_is_param", "_fsdp_", "quantshard_", "_quantshard_", "_is_hf_initialized")
 """Prefixes of attributes that are not copied: quantshard's, PyTorch's, and the loading marks of transformers."""
 
-_UNMARKED = {"quantized_storage", "_is_param", "_fsdp_orig_uid"}
+_UNMARKED = {"quantized_storage", "_is_param", "_fsdp_orig_uid", "_quantshard_others"}
 """Attributes of a parameter on which users have set none."""
 
 

@@ -285,8 +285,78 @@ def test_a_model_that_changes_is_planned_again() -> None:
         model.lm_head.weight.data = model.lm_head.weight.data.half()
     assert dict(weights)["lm_head.weight"].dtype is torch.float16  # type: ignore[union-attr]
     model.lm_head.to("meta")
-    with pytest.raises(qs.errors.ConfigurationError, match=r"lm_head\.weight is on the meta device"):
-        next(iter(weights))
+    # the second attempt must not send what the last plan had
+    for _ in range(2):
+        with pytest.raises(qs.errors.ConfigurationError, match=r"lm_head\.weight is on the meta device"):
+            next(iter(weights))
+
+
+def test_a_plan_that_failed_is_not_reused() -> None:
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**CONFIG, "num_hidden_layers": 1}))
+    qs.convert(model.bfloat16(), "block")
+    weights = serving.LiveWeights(model, "hf-fp8-block")
+    qs.revert(model.model.layers[0].mlp)
+    qs.convert(model.model.layers[0].mlp, "nvfp4")
+    for _ in range(2):
+        with pytest.raises(qs.errors.ConfigurationError, match="hf-fp8-block"):
+            iter(weights)
+
+
+def test_names_that_change_are_planned_again() -> None:
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in "abc"})
+    weights = serving.LiveWeights(model, "plain-bf16")
+    model["b"].weight = model["c"].weight
+    assert torch.equal(value_of(weights, "b.weight"), model["c"].weight.bfloat16())
+    model["b"].weight = model["a"].weight
+    assert torch.equal(value_of(weights, "b.weight"), model["a"].weight.bfloat16())
+    model["d"] = model.pop("c")
+    assert [name for name, _ in weights] == ["a.weight", "b.weight", "d.weight"]
+
+
+def value_of(weights: serving.LiveWeights, name: str) -> torch.Tensor:
+    value = dict(weights)[name]
+    assert value is not None
+    return value
+
+
+def test_transfers_announce_a_changed_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = SimpleNamespace(WeightSource=object, ParamMeta=lambda *spec: spec)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", base)
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**CONFIG, "num_hidden_layers": 1}))
+    qs.convert(model.bfloat16(), "block")
+    weights = serving.LiveWeights(model, "hf-fp8-block")
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, 40, dtype=torch.bfloat16)
+    folder = serving.publish(weights, tmp_path, version=1)
+    assert any("lm_head.bias" in load_file(file) for file in folder.glob("*.safetensors"))
+    source = serving.weight_source(weights)
+    source.metadata()
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, 40, bias=False, dtype=torch.bfloat16)
+    with pytest.raises(qs.errors.ConfigurationError, match="changed after metadata"):
+        next(iter(source))
+    assert len(source.metadata()) == len([*source])
+
+
+def unfinished() -> list[bool]:
+    """A transfer that was given up leaves nothing that the next one would send or wait for."""
+    model = test_layouts.build("block", f"dp_shard={dist.get_world_size()}", seed=0)
+    weights = serving.LiveWeights(model, "hf-fp8-block", config=test_layouts.HF)
+    first = iter(weights)
+    if dist.get_rank() == 0:
+        # rank 0 keeps the iterator, and the others have closed it
+        next(first)
+    else:
+        next(first)
+        first.close()  # type: ignore[attr-defined]
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    fresh = dict(serving.LiveWeights(model, "hf-fp8-block", config=test_layouts.HF))
+    return [torch.equal(value, fresh[name]) for name, value in weights if value is not None]  # type: ignore[arg-type]
+
+
+def test_an_unfinished_transfer_leaves_nothing() -> None:
+    for equal in run_ranks(2, unfinished):
+        assert equal and all(equal)
 
 
 def requantized(_: object) -> tuple[list[str], float, list[float]]:

@@ -182,7 +182,7 @@ def test_wide_tiles_of_a_preset(recipe: str, preset: str) -> None:
 @pytest.mark.parametrize(
     ("by", "options"),
     [
-        ("Adam", {"preset": "lean8"}),
+        ("Adam", {"preset": "lean8", "ema_decay": 0.9}),
         ("Adam", {"master_weights": False, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.bfloat16}),
         ("Adam", {"preset": "lean6"}),
         ("Lion", {"preset": "lean8"}),

@@ -82,9 +82,7 @@ def prepare_target(path: Path_, replace: bool = False, owner: OwnershipToken | N
         clean(store.parent(store_path), os.path.basename(store_path.rstrip("/")))
         names = store.names(store_path)
         if not replace and METADATA_FILE in names and is_complete(path):
-            raise CheckpointError(
-                f"{path} holds a complete checkpoint and is not overwritten; save to another directory"
-            )
+            raise CheckpointError(f"{path} holds a complete checkpoint; save to another directory")
         # with a trailing slash, the link would be followed
         if not replace and isinstance(store, LocalStore) and os.path.islink(store_path.rstrip("/")):
             raise CheckpointError(f"{path} is a symbolic link; remove it, or save to its target")

@@ -101,7 +101,8 @@ class LiveModel(WeightReader):
         """Reshard the model, and return whether its modules, weights and buffers are those at construction."""
         averaging.reshard(self._model)
         weights = {name: self._weight(name, tensor) for name, tensor in self.tensors.items()}
-        return [*map(id, _contents(self._model))] == [*map(id, self._contents)] and weights == self.weights
+        before, now = ([(name, id(part)) for name, part in parts] for parts in (self._contents, _contents(self._model)))
+        return now == before and weights == self.weights
 
     def free(self) -> None:
         """Free what the last read gathered."""
@@ -190,8 +191,9 @@ class LiveModel(WeightReader):
         return {part.name: _Piece([storage.components[part.name]], storage.shard, part, list(groups)) for part in parts}
 
 
-def _contents(model: nn.Module) -> list[object]:
-    return [*model.modules(), *model.parameters(), *model.buffers()]
+def _contents(model: nn.Module) -> list[tuple[str, object]]:
+    lists = (model.named_modules, model.named_parameters, model.named_buffers)
+    return [entry for entries in lists for entry in entries(remove_duplicate=False)]
 
 
 def _entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -70,9 +70,7 @@ class StepLaunchPlan:
     def __init__(self, parameters: Sequence[StepParameter], rows: int, device: torch.device) -> None:
         self.parameters, self.rows, self.device = list(parameters), rows, device
         if self._is_capturing:
-            raise UnsupportedOperationError(
-                "a captured optimizer step makes new tables; run a step before, and replace no tensors"
-            )
+            raise UnsupportedOperationError("a captured optimizer step makes new tables; run a step before the capture")
         self._workspace = kq.AmaxWorkspace(self.parameters, device)
         self.amaxes = {key: grid for key, grid in self._workspace.grids.items() if key[2] not in (kq.USED, kq.REDO)}
         self._aligned = [kq.is_aligned(parameter) for parameter in self.parameters]

@@ -63,9 +63,9 @@ class AmaxRecord(PendingAmaxes):
 
 
 def copied_gradients(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Copy gradients that each replay overwrites, in few launches unless they are DTensors."""
+    """Copy gradients that each replay overwrites, in one launch if all have one dtype and none is a DTensor."""
     sources = [grad for grad in grads if grad is not None]
-    if any(isinstance(grad, DTensor) for grad in sources):
+    if not sources or any(isinstance(grad, DTensor) for grad in sources):
         copies = [grad.clone() for grad in sources]
     else:
         copies = [torch.empty_like(grad) for grad in sources]

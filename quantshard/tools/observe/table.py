@@ -138,7 +138,10 @@ def _render(report: Report, is_wide: bool) -> Group:
     texts, numbers = rows[0] if rows else ({"parameter": ""}, {})
     cells = ([*texts.values(), *numbers.values()] for texts, numbers in rows)
     parts.append(plain_table([*texts, *numbers], cells, texts=len(texts), edge=False))
-    parts += [Text(printable(text)) for text in (*_details(report), *report.attention, *report.loss)]
+    native = ((r.name, f"GEMM {r.gemm}: {r.gemm_reason}") for r in report.rows if r.gemm not in ("", EMULATED))
+    notes = ((row.name, text) for row in report.rows for text in row.notes)
+    details = [] if report.is_summary else _merged([*native, *notes])
+    parts += [Text(printable(text)) for text in (*details, *report.attention, *report.loss)]
     reasons = dict.fromkeys(row.gemm_reason for row in report.rows if row.gemm == EMULATED)
     parts += [Text(printable(f"{EMULATED}: {reason}; right numbers, slower than BF16")) for reason in reasons]
     other_fallbacks = (text for text in report.fallbacks if f": {EMULATED}: " not in text)
@@ -151,14 +154,6 @@ def _parameter_text(sizes: Mapping[str, Any]) -> str:
     names = ("weight", "master", "moments", *["average"] * bool(sizes["average"]))
     terms = " + ".join(f"{name} {sizes[name]:.2f}" for name in names)
     return f"bytes per {'quantized ' * sizes['is_quantized']}parameter: {terms} = {sizes['together']:.2f}"
-
-
-def _details(report: Report) -> list[str]:
-    """Reasons of native GEMMs, and notes; empty for a summary."""
-    if report.is_summary:
-        return []
-    native = ((r.name, f"GEMM {r.gemm}: {r.gemm_reason}") for r in report.rows if r.gemm not in ("", EMULATED))
-    return _merged([*native, *((row.name, text) for row in report.rows for text in row.notes)])
 
 
 def _cells(row: Row, is_wide: bool) -> tuple[dict[str, str], dict[str, str]]:
