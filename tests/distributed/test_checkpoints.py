@@ -198,7 +198,7 @@ def test_a_complete_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     """2 ranks: the second save raises on both, the first can still be loaded."""
     path, case = str(tmp_path / "c"), Case("current", (2,))
     saved = run_ranks(2, save, case, path)[0]
-    assert all("not overwritten" in message for message in run_ranks(2, failure, case, path, save))
+    assert all("holds a complete checkpoint" in message for message in run_ranks(2, failure, case, path, save))
     assert run_ranks(2, load, case, path)[0][0] == saved
 
 

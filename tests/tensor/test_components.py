@@ -310,7 +310,7 @@ def test_another_shape_is_refused(recipe):
     torch.manual_seed(1)
     with quantized_model_init(recipe=recipe):
         state = Linear(40, 64, bias=False).state_dict() | {"bias": torch.zeros(48)}
-    refused(linear(recipe), state, "weight", "(64, ", "(48, ", "another model")
+    refused(linear(recipe), state, "weight", "(64, ", "(48, ", "this model and mesh")
 
 
 def test_another_shape_of_a_plain_weight_is_refused():
