@@ -177,8 +177,8 @@ def is_strided_over(placement: Placement, inner: int) -> bool:
 
 
 def cut_dims(placements: Iterable[Placement], ndim: int = 2) -> list[int | None]:
-    """Return the dim that each mesh axis shards, or None. `ndim` 3: a stack of matrices; dims are those of one matrix
-    with all their rows."""
+    """Return the dim that each mesh axis shards, or None. A stack of matrices (`ndim` 3) counts as one matrix with the
+    rows of all of them."""
     dims = [None if placement.is_replicate() else int(placement.dim) for placement in placements]  # type: ignore[attr-defined]
     return [None if dim is None else max(dim - max(ndim - 2, 0), 0) for dim in dims]
 
