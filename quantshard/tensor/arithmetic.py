@@ -111,7 +111,9 @@ def _result(formula: Formula, target: Any, operands: Sequence[Any], options: dic
     """The weight's new values, float32, in the shape of its rectangle."""
     target.check_filled("in-place arithmetic")
     if target.quantized_storage.gathered:
-        raise UnsupportedOperationError(f"a change of {target!r} would be lost; call reshard() and change the shard")
+        raise UnsupportedOperationError(
+            f"FSDP gathered {target!r}, so a change would be lost; call reshard() and change the shard"
+        )
     shape = target.quantized_storage.shard.shape
     x = target.quantized_storage.dequantize().reshape(target.shape)
     return formula(x, *map(_operand, operands), **options).float().reshape(shape)
